@@ -1,6 +1,6 @@
-"""A metric for lm-evaluation-harness: the score of each response by a scorer of a hub.
+"""A metric for lm-evaluation-harness: the score of each response by a scorer of a hub, over HTTP.
 
-Put this file beside the task's YAML, and name the function there:
+It needs nothing but Python. Put this file beside the task's YAML, and name the function there:
 
     task: gsm8k_hub
     dataset_path: openai/gsm8k
@@ -13,39 +13,37 @@ Put this file beside the task's YAML, and name the function there:
     metric_list:
       - {metric: hub, aggregation: mean, higher_is_better: true}
 
-    QUARTET_HUB=127.0.0.1:19000 QUARTET_SCORER=math lm_eval --tasks gsm8k_hub --include_path . ...
+    export QUARTET_HUB=http://127.0.0.1:18000/reward QUARTET_SCORER=math QUARTET_TOKEN=$(cat .quartet/access/token)
+    lm_eval --tasks gsm8k_hub --include_path . ...
 
-A response without a score ends the evaluation with the reason, as no number stands for it.
+The hub's file needs `security: {http: true}`. A response without a score ends the evaluation with the reason, as no
+number stands for it.
 """
 
-import asyncio
+import json
 import os
+import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
-
-from quartet.security.credentials import connect
-from services.reward.client import RewardClient
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 PROMPT, LABEL = "question", "answer"
 """Columns of the data set."""
 TIMEOUT_S = 120.0
-"""Deadline of a score."""
+"""Longest time for a score, in seconds, with all that is asked again."""
 
 
 class UnscoredError(RuntimeError):
     """The hub has not scored a response."""
 
 
-@cache
-def _loop() -> asyncio.Runner:
-    return asyncio.Runner()
+class _NoRedirects(HTTPRedirectHandler):
+    """The key goes to the address that the user gave, and to no other."""
 
-
-@cache
-def _client() -> RewardClient:
-    hub = RewardClient(connect(os.environ.get("QUARTET_HUB", "127.0.0.1:19000")))
-    return hub.named(os.environ.get("QUARTET_SCORER", ""))
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Follows none: the answer is an error of status 3xx."""
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -53,14 +51,33 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
 
     Raises:
         UnscoredError: it has no score.
+        RuntimeError: the hub refuses the request, or does not answer it.
     """
-    return _loop().run(_scored(str(doc[PROMPT]), results[0], str(doc[LABEL]), dict(doc)))
+    columns = json.loads(json.dumps(dict(doc), default=str))  # a data set may hold dates
+    pair = {"prompt": str(doc[PROMPT]), "response": results[0], "label": str(doc[LABEL]), "columns": columns}
+    answer = _asked({"scorer": os.environ.get("QUARTET_SCORER", ""), "pairs": [pair]})
+    [result], scorer = answer["results"], answer["scorer"]["name"]
+    if result["outcome"] != "scored":
+        raise UnscoredError(f"{scorer}: {result['outcome']}: {result['reason']} (prompt {pair['prompt'][:80]!r})")
+    scores: dict[str, float] = result["scores"]
+    return {"hub" if len(scores) == 1 else f"hub_{name}": score for name, score in scores.items()}
 
 
-async def _scored(prompt: str, response: str, label: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    # The channel belongs to the loop of the first call, which is that of all calls.
-    scores = await _client().score_texts([prompt], [response], labels=[label], columns=[columns], timeout_s=TIMEOUT_S)
-    if scores.unscored:
-        raise UnscoredError(f"{scores.scorer}: {scores.unscored[0]} (prompt {prompt[:80]!r})")
-    single = len(scores.columns) == 1
-    return {"hub" if single else f"hub_{name}": float(column[0]) for name, column in scores.columns.items()}
+def _asked(body: Mapping[str, Any]) -> Any:
+    """The hub's answer. A hub that is busy is asked again."""
+    hub, token = os.environ.get("QUARTET_HUB", "http://127.0.0.1:18000/reward"), os.environ.get("QUARTET_TOKEN")
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+    request = Request(f"{hub.rstrip('/')}/v1/rewards", json.dumps(body).encode(), headers)
+    # A proxy that the environment names is for other machines.
+    here = urlsplit(hub).hostname in ("127.0.0.1", "::1", "localhost")
+    opener, ends = build_opener(_NoRedirects(), *([ProxyHandler({})] if here else [])), time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            with opener.open(request, timeout=max(0.1, ends - time.monotonic())) as reply:
+                return json.load(reply)
+        except HTTPError as error:
+            pause = float(error.headers.get("retry-after") or 1)
+            if error.code not in (429, 503) or time.monotonic() + pause > ends:
+                said = error.read(1000).decode(errors="replace")
+                raise RuntimeError(f"{hub}: status {error.code}: {said}") from None
+            time.sleep(pause)

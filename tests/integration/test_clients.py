@@ -13,6 +13,7 @@ import yaml
 
 from services.rollout.sample import Sampling
 from tests.cluster import Quartet
+from tests.configuration import REPO
 from tests.http_requests import ask, bearer
 
 pytestmark = pytest.mark.exhaustive
@@ -124,12 +125,14 @@ def task(tmp_path: Path) -> Path:
     return folder
 
 
-def harness(python: Path, task: Path, name: str, kind: str, arguments: str, key: str, *more: str) -> list[Any]:
+def harness(
+    python: Path, task: Path, name: str, kind: str, arguments: str, key: str, *more: str, **variables: str
+) -> list[Any]:
     """Samples of a task by lm-evaluation-harness, in their order."""
     out = task.parent / kind
     options = ["--tasks", name, "--include_path", str(task), "--log_samples", "--output_path", str(out), *more]
     command = [str(python), "-m", "lm_eval", "--model", kind, "--model_args", arguments, *options]
-    run(command, task.parent, OPENAI_API_KEY=key, HF_HOME=str(task.parent / "hub"))
+    run(command, task.parent, OPENAI_API_KEY=key, HF_HOME=str(task.parent / "hub"), **variables)
     [file] = out.rglob(f"samples_{name}_*.jsonl")
     return sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda each: each["doc_id"])
 
@@ -146,6 +149,23 @@ async def test_lm_eval_gives_the_figures_of_the_saved_folder(python: Path, task:
         likely, expected = ([float(each[0]) for each in side["filtered_resps"]] for side in (ours, theirs))
         assert likely == pytest.approx(expected, abs=1e-3)
         assert ours["acc"] == theirs["acc"]
+
+
+async def test_lm_eval_has_responses_scored_by_the_hub(quartet: Quartet, python: Path, task: Path) -> None:
+    (task / "lm_eval_hub.py").write_text((REPO / "examples/lm_eval_hub.py").read_text())
+    scored = yaml.safe_load((task / "said.yaml").read_text()) | {"task": "scored", "metric_list": [{"metric": "hub"}]}
+    called = "process_results: !function lm_eval_hub.process_results\n"
+    (task / "scored.yaml").write_text(yaml.safe_dump(scored) + called)
+    lines = (task / "words.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    (task / "words.jsonl").write_text(
+        "".join(json.dumps(row | {"question": row["query"], "answer": ""}) + "\n" for row in rows)
+    )
+    hub = {"QUARTET_HUB": f"http://127.0.0.1:{quartet.http}/reward", "QUARTET_TOKEN": quartet.token}
+    found = harness(python, task, "scored", "dummy", "", "", "--limit", "5", **hub)
+    said = [each["resps"][0][0] for each in found]
+    direct = await quartet.services.reward.score_texts([row["query"] for row in rows[:5]], said, timeout_s=60)
+    assert [each["hub"] for each in found] == pytest.approx(direct.values.tolist(), abs=1e-5)
 
 
 async def test_lm_eval_chats(quartet: Quartet, python: Path, task: Path, named: dict[str, str]) -> None:

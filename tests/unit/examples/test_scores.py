@@ -1,17 +1,19 @@
 """The examples that score: the notebook, cell by cell, and the metric for lm-evaluation-harness."""
 
 import ast
+import asyncio
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from quartet.wire.outcomes import Outcome, Unscored
-from tests.unit.scoring import InThread, Scored, served
+from tests.unit.reward_door import SEEN, reward_door, scorers_of_all_kinds
+from tests.unit.scoring import Scored, served
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -40,32 +42,34 @@ async def test_the_notebook_runs_from_its_first_cell_to_its_last(capsys: pytest.
     assert by == f"scored by function:sums {'h' * 12}"
 
 
-def half(prompt: str, response: str) -> Scored:
-    return Unscored(Outcome.TIMEOUT, "too slow") if response == "slow" else float(len(response))
-
-
 @pytest.fixture
-def metric(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+async def metric(
+    policy_folder: Path, reward_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ModuleType]:
+    """The metric by the scorer `length`, which fails on the word w14."""
     from examples import lm_eval_hub
 
-    with InThread({"half": half, "both": lambda prompt, response: {"a": 1.0, "b": 2.0}}) as target:
-        monkeypatch.setenv("QUARTET_HUB", target)
-        monkeypatch.setenv("QUARTET_SCORER", "half")
+    async with reward_door(scorers_of_all_kinds(str(reward_folder), str(policy_folder))) as port:
+        monkeypatch.setenv("QUARTET_HUB", f"http://127.0.0.1:{port}/reward/")
+        monkeypatch.setenv("QUARTET_SCORER", "length")
+        monkeypatch.setenv("QUARTET_TOKEN", "of no use where the port is open")
         yield lm_eval_hub
-        lm_eval_hub._loop().run(lm_eval_hub._client().close())
-        lm_eval_hub._loop().close()
-        lm_eval_hub._client.cache_clear()
-        lm_eval_hub._loop.cache_clear()
 
 
-def test_the_metric_is_a_number_or_an_error_and_never_a_number_for_no_score(metric: ModuleType) -> None:
-    doc = {"question": "6 + 1 =", "answer": "7", "id": 3}
-    assert metric.process_results(doc, ["seven"]) == {"hub": 5.0}
-    assert metric.process_results(doc, ["7"]) == {"hub": 1.0}
-    with pytest.raises(metric.UnscoredError, match="function:half: timeout: too slow"):
-        metric.process_results(doc, ["slow"])
+async def test_the_metric_is_a_number_or_an_error_and_never_a_number_for_no_score(metric: ModuleType) -> None:
+    doc = {"question": "w5", "answer": "w7", "on": date(2026, 1, 2)}
+    assert await asyncio.to_thread(metric.process_results, doc, ["w7 w8"]) == {"hub": 5.0}
+    assert (SEEN[-1].prompt, SEEN[-1].label, SEEN[-1].columns["on"]) == ("w5", "w7", "2026-01-02")
+    with pytest.raises(metric.UnscoredError, match=r"length: failed: .* raised OSError"):
+        await asyncio.to_thread(metric.process_results, doc, ["w14"])
 
 
-def test_the_metric_has_a_number_for_each_named_score(metric: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUARTET_SCORER", "both")
-    assert metric.process_results({"question": "q", "answer": ""}, ["x"]) == {"hub_a": 1.0, "hub_b": 2.0}
+async def test_the_metric_has_a_number_for_each_named_score(
+    metric: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doc = {"question": "w5", "answer": ""}
+    monkeypatch.setenv("QUARTET_SCORER", "two")
+    assert await asyncio.to_thread(metric.process_results, doc, ["w7 w8"]) == {"hub_long": 5.0, "hub_words": 2.0}
+    monkeypatch.setenv("QUARTET_SCORER", "none")
+    with pytest.raises(RuntimeError, match="status 404"):
+        await asyncio.to_thread(metric.process_results, doc, ["w7"])
