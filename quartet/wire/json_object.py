@@ -2,20 +2,23 @@
 
 import json
 import math
+from collections import Counter
 from typing import Any, NoReturn
 
 from quartet.wire.errors import InvalidArgument
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The object that a body holds: in UTF-8, with finite numbers, and with text that can be sent on.
+    """The object that a body holds: in UTF-8, with finite numbers, each key once, and text that can be sent on.
 
     Raises:
         InvalidArgument: it holds something else.
     """
     try:
         # As UTF-8 alone, in which the bounds were checked; json would take other encodings of bytes too.
-        request = json.loads(body.decode(), parse_float=finite, parse_constant=_not_a_number)
+        request = json.loads(
+            body.decode(), parse_float=finite, parse_constant=_not_a_number, object_pairs_hook=_each_once
+        )
         json.dumps(request, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise InvalidArgument("the body holds half of a surrogate pair, which is no character") from None
@@ -32,6 +35,15 @@ def finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:32]} is larger than any number of 64 bits")
     return value
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. ValueError if it has a key twice, of which programs before this one may have read the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{twice[:64]!r} is in an object twice")
+    return found
 
 
 def _not_a_number(text: str) -> NoReturn:

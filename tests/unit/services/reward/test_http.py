@@ -332,6 +332,7 @@ async def test_other_names_other_limits_and_broken_bodies(port: int) -> None:
         (b"[]", "the body should be a JSON object"),
         (b'{"pairs": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1e999}', "1e999 is larger than any number"),
+        (b'{"scorer": "two", "pairs": [], "scorer": "length"}', "'scorer' is in an object twice"),
         (b'{"pairs": "\\udc00"}', "surrogate"),
         (b"\xff\xfe{}", "the body is not JSON"),
     ):
