@@ -35,7 +35,7 @@ _SCORING_METHODS = frozenset(
         "/quartet.v1.Reference/Info",
         *_http("Reward", "/openapi.json", "/metrics", "/v1/models", "/v1/rewards", "/get_reward", "/score"),
         *_http("Reward", "/classify", "/pooling", "/tokenize", "/predict", "/rerank", "/verify", "/seed_session"),
-        *_http("Reward", "/v1/score", "/v1/rerank", "/v2/rerank", "/aggregate_metrics"),
+        *_http("Reward", "/v1/score", "/v1/rerank", "/v2/rerank", "/aggregate_metrics", "/reverify_mode"),
     }
 )
 _INFO_METHODS = frozenset({f"/quartet.v1.{name}/Info" for name in ("Rollout", "Reward", "Reference", "Critic")})

@@ -392,6 +392,10 @@ class Door:
             answers = [each.model_dump(by_alias=True) for each in asked.verify_responses]
             return JSONResponse(aggregated(answers))
 
+        @app.get("/reverify_mode", response_model=str, summary="NeMo Gym", responses=errors)
+        async def reverify_mode() -> Response:
+            return JSONResponse("stateless")
+
         @post("/seed_session", dict[str, Any], "NeMo Gym: nothing is kept between calls")
         async def seed_session() -> Response:
             return JSONResponse({})

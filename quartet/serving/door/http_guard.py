@@ -63,6 +63,7 @@ ROUTES: Mapping[str, Mapping[str, str]] = {
         "/v2/rerank": "POST",
         "/verify": "POST",
         "/aggregate_metrics": "POST",
+        "/reverify_mode": "GET",
         "/seed_session": "POST",
     },
 }

@@ -252,6 +252,7 @@ async def test_nemo_gym_gets_its_request_with_a_reward_or_with_the_class_of_its_
         again = await scored(port, "/scorers/length/verify", got | gym("w7 w8"))
         assert again == gym("w7 w8") | {"reward": 5.0, "reward_components": {"score": 5.0}, "mask_sample": False}
     assert (await asked(port, "/seed_session", {})).json == {}
+    assert (await asked(port, "/reverify_mode")).json == "stateless"
     # A field `model` or `scorer` of the body is a column, so the address says which score.
     got = await scored(port, "/scorers/two/words/verify", body | {"model": "x"})
     assert (got["reward"], got["reward_components"], got["model"]) == (2.0, {"words": 2.0}, "x")

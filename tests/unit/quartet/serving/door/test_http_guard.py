@@ -39,7 +39,7 @@ SCORED = {
     for path in (
         *("/openapi.json", "/v1/models", "/v1/rewards", "/get_reward", "/score", "/classify", "/pooling"),
         *("/tokenize", "/predict", "/rerank", "/verify", "/seed_session", "/metrics"),
-        *("/v1/score", "/v1/rerank", "/v2/rerank", "/aggregate_metrics"),
+        *("/v1/score", "/v1/rerank", "/v2/rerank", "/aggregate_metrics", "/reverify_mode"),
     )
 }
 HEALTH = {"/rollout/health", "/reward/health"}
