@@ -19,6 +19,8 @@ from tests.http_requests import ask, bearer
 pytestmark = pytest.mark.exhaustive
 PEER = Path(__file__).parents[1] / "clients_peer.py"
 LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "verifiers==0.4.0", "torch==2.13.0")
+AS_MEAN = {"aggregation": "mean", "higher_is_better": True}
+"""What lm-evaluation-harness has to know of a metric that is none of its own."""
 SAID = [{"role": "user", "content": "w8 w9"}]
 
 
@@ -153,7 +155,10 @@ async def test_lm_eval_gives_the_figures_of_the_saved_folder(python: Path, task:
 
 async def test_lm_eval_has_responses_scored_by_the_hub(quartet: Quartet, python: Path, task: Path) -> None:
     (task / "lm_eval_hub.py").write_text((REPO / "examples/lm_eval_hub.py").read_text())
-    scored = yaml.safe_load((task / "said.yaml").read_text()) | {"task": "scored", "metric_list": [{"metric": "hub"}]}
+    scored = yaml.safe_load((task / "said.yaml").read_text()) | {
+        "task": "scored",
+        "metric_list": [{"metric": "hub", **AS_MEAN}],
+    }
     called = "process_results: !function lm_eval_hub.process_results\n"
     (task / "scored.yaml").write_text(yaml.safe_dump(scored) + called)
     lines = (task / "words.jsonl").read_text().splitlines()
