@@ -20,7 +20,7 @@ pytestmark = pytest.mark.exhaustive
 PEER = Path(__file__).parents[1] / "clients_peer.py"
 LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "verifiers==0.4.0", "torch==2.13.0")
 AS_MEAN = {"aggregation": "mean", "higher_is_better": True}
-"""What lm-evaluation-harness has to know of a metric that is none of its own."""
+"""Fields that lm-evaluation-harness needs for a metric which it does not have itself."""
 SAID = [{"role": "user", "content": "w8 w9"}]
 
 
