@@ -58,7 +58,7 @@ def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[
         port = replace(port, policy=local.policy_in())
     # The head passes its environment on to Serve's proxies, which open the port.
     os.environ.update(port.environment)
-    ray = cluster.start(say)
+    ray = cluster.start(say, promised=deployment.ports.values())
     cluster.check_environment(ray, port.environment)
     if port is not deployment.port:
         local.let_owner_in(deployment.ports["grpc_options.port"])

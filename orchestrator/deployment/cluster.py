@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -137,7 +137,11 @@ def join(state: Path = STATE) -> None:
 
 
 def start(
-    say: Say, state: Path = STATE, timeout_s: float = 180, clock: Callable[[], float] = time.monotonic
+    say: Say,
+    state: Path = STATE,
+    timeout_s: float = 180,
+    clock: Callable[[], float] = time.monotonic,
+    promised: Collection[int] = (),
 ) -> Cluster:
     """Returns the running cluster, or starts a Ray head on free ports of 127.0.0.1; one `quartet up` at a time.
 
@@ -147,6 +151,7 @@ def start(
         timeout_s: longest wait in seconds for another `quartet up`, and again for the head, which Ray may have to
             start several times.
         clock: returns seconds; decides whether a head that Ray gave up on is started again.
+        promised: ports that the head leaves to Serve.
 
     Raises:
         ClusterError: Ray did not come up in time; the message holds the end of its log.
@@ -164,18 +169,18 @@ def start(
             present = running(state)
             if present:
                 say(f"using the Ray head that runs at {present.address}")
-            return present or _start(say, state, timeout_s, clock)
+            return present or _start(say, state, timeout_s, clock, promised)
     except TimeoutError as error:
         raise ClusterError(f"another `quartet up` in this folder does not end: {error}") from None
 
 
-def _start(say: Say, state: Path, timeout_s: float, clock: Callable[[], float]) -> Cluster:
+def _start(say: Say, state: Path, timeout_s: float, clock: Callable[[], float], promised: Collection[int]) -> Cluster:
     left = last(state)
     if left:
         _end(left, state)
     log, end = state.with_name(LOG), clock() + timeout_s
     while True:
-        cluster, head = _launch(say, state, log)
+        cluster, head = _launch(say, state, log, promised)
         try:
             _await_dashboard(cluster, head, log, max(1.0, end - clock()))
             check_closed(cluster.processes())
@@ -187,13 +192,13 @@ def _start(say: Say, state: Path, timeout_s: float, clock: Callable[[], float]) 
         say("Ray gave its own processes 30 s to start, and this machine is too busy for that: starting it again")
 
 
-def _launch(say: Say, state: Path, log: Path) -> "tuple[Cluster, subprocess.Popen[bytes]]":
+def _launch(say: Say, state: Path, log: Path, promised: Collection[int]) -> "tuple[Cluster, subprocess.Popen[bytes]]":
     secret = secrets.token_hex(32)
     try:
         folder = privacy.make_folder(secret)
     except ValueError as error:
         raise ClusterError(str(error)) from None
-    token, ports = state.with_name(TOKEN), Ports.free()
+    token, ports = state.with_name(TOKEN), Ports.free(promised)
     privacy.write_token(token)
     say(f"starting a Ray head at 127.0.0.1:{ports.gcs}")
     head = launch(ports, privacy.environment(token, folder), folder, secret, log)

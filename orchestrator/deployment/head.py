@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,9 @@ class Ports:
     agent: int
 
     @classmethod
-    def free(cls) -> "Ports":
-        """Picks free ports."""
-        return cls(*free_ports(4))
+    def free(cls, promised: Collection[int] = ()) -> "Ports":
+        """Picks free ports, none of those `promised` to others."""
+        return cls(*free_ports(4, promised))
 
 
 def launch(

@@ -4,7 +4,7 @@ import contextlib
 import ipaddress
 import random
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -91,11 +91,11 @@ def check_ports(ports: Mapping[str, int]) -> None:
                 raise PortError(f"{key}: {port} cannot be used: {error.strerror}; choose another") from None
 
 
-def free_ports(count: int) -> list[int]:
-    """`count` different free ports of 127.0.0.1. A process that asks for any port gets none of these: they are
-    still free when they are used. OSError if there are not so many."""
+def free_ports(count: int, promised: Collection[int] = ()) -> list[int]:
+    """`count` different free ports of 127.0.0.1, none of those `promised` to others. A process that asks for any port
+    gets none of these: they are still free when they are used. OSError if there are not so many."""
     ports: list[int] = []
-    for port in random.SystemRandom().sample(GIVEN, len(GIVEN)):
+    for port in random.SystemRandom().sample(given := sorted(set(GIVEN).difference(promised)), len(given)):
         if len(ports) == count:
             return ports
         with socket.socket() as probe, contextlib.suppress(OSError):

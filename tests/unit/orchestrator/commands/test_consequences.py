@@ -123,7 +123,7 @@ def test_up_asks_the_dashboard_once_and_deploys_only_what_serve_takes(
     monkeypatch.setattr(os, "environ", dict(os.environ))  # `up` changes it, for the head
     monkeypatch.setattr(up, "load_file", lambda path, check_services: deployment)
     monkeypatch.setattr(cluster, "running", lambda: HEAD)
-    monkeypatch.setattr(cluster, "start", lambda say: HEAD)
+    monkeypatch.setattr(cluster, "start", lambda say, promised: HEAD)
     monkeypatch.setattr(cluster, "check_environment", lambda ray, wanted: None)
     monkeypatch.setattr(cluster, "serve", counted)
     monkeypatch.setattr(up, "_check_startable", lambda deployment: None)

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.deployment.listeners import Listener, PortError, check_closed, listeners
+from orchestrator.deployment.listeners import GIVEN, Listener, PortError, check_closed, free_ports, listeners
 
 LOOPBACK = ("127.0.0.1", "::1")
 
@@ -67,3 +67,10 @@ def test_a_process_that_has_ended_or_may_not_be_looked_at_is_left_out(error: psu
 )
 def test_loopback_is_told_apart(host: str, on_loopback: bool) -> None:
     assert Listener(1, "a test", host, 1).on_loopback is on_loopback
+
+
+def test_a_port_promised_to_another_is_given_to_nobody() -> None:
+    left = free_ports(3)
+    assert set(free_ports(2, set(GIVEN).difference(left))) < set(left)
+    with pytest.raises(OSError, match="no 4 free ports"):
+        free_ports(4, set(GIVEN).difference(left))
