@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.http_requests import ask, bearer
 
 pytestmark = pytest.mark.exhaustive
 PEER = Path(__file__).parents[1] / "clients_peer.py"
-LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "verifiers==0.4.0", "torch==2.13.0")
+LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "torch==2.13.0")
+VERIFIERS = ("verifiers==0.4.0",)
+"""Takes an older library of OpenAI's than inspect-ai does."""
 AS_MEAN = {"aggregation": "mean", "higher_is_better": True}
 """Fields that lm-evaluation-harness needs for a metric which it does not have itself."""
 SAID = [{"role": "user", "content": "w8 w9"}]
@@ -27,12 +30,16 @@ SAID = [{"role": "user", "content": "w8 w9"}]
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the clients in it."""
-    folder = tmp_path_factory.mktemp("clients") / "environment"
+    return installed(tmp_path_factory.mktemp("clients") / "environment", LIBRARIES)
+
+
+def installed(folder: Path, libraries: Sequence[str]) -> Path:
+    """The Python of a new environment with these libraries."""
     uv, wheels = str(Path(sys.executable).with_name("uv")), os.environ.get("PIP_FIND_LINKS")
     # As in the Makefile: a CPU build of torch is in a folder of wheels, or else on PyTorch's own index.
     torch, environment = ([], {"UV_FIND_LINKS": wheels}) if wheels else (["--torch-backend", "cpu"], {})
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
-    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python"), *torch, *LIBRARIES]
+    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python"), *torch, *libraries]
     subprocess.run(install, check=True, env=os.environ | environment)
     return folder / "bin/python"
 
@@ -85,8 +92,8 @@ async def test_inspect(quartet: Quartet, python: Path, named: dict[str, str]) ->
     assert (got["status"], got["text"]) == ("success", choice["message"]["content"])
 
 
-async def test_verifiers_clients(quartet: Quartet, python: Path, named: dict[str, str]) -> None:
-    got = by("verifiers", python, named)
+async def test_verifiers_clients(quartet: Quartet, tmp_path: Path, named: dict[str, str]) -> None:
+    got = by("verifiers", installed(tmp_path / "environment", VERIFIERS), named)
     assert got["text"] == (await directly(quartet))["message"]["content"]
     first, second = got["turns"]
     assert len(second["prompt_ids"]) > len(first["prompt_ids"])
