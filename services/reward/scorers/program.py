@@ -33,7 +33,6 @@ STEPS, PAIR, PID, ENDED = range(4)
 """Places in the memory in which a worker and its origin tell the service: the number of steps that the
 function has made, the pair at which it is, the worker's process, and the status with which that ended, plus 1."""
 PLACE_BYTES = 32
-PLACE_BYTES = 32
 _MOST_TRACE = 20_000
 """Most characters of a traceback, for the service's log."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
