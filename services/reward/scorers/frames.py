@@ -15,8 +15,8 @@ import msgpack
 from quartet.wire.pairs import Pair
 
 LENGTH = struct.Struct("!I")
-MOST_BYTES = 1 << 30
-"""Most bytes of a message."""
+MOST_ANSWER = 64 << 20
+"""Most bytes of a message of a worker, which a function may have written."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(Pair))
 _JSON = ("messages", "columns")
 """Fields that hold values of JSON, such as whole numbers of any size, for which msgpack has no place."""

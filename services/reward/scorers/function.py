@@ -69,14 +69,16 @@ class FunctionScorer:
         """
         texts = [scored.pair for scored in pairs]
         seconds = [min(self._config.pair_timeout_s, pair.timeout_s or math.inf) for pair in texts]
+        # What other calls have left in a process, such as a thread that ends it, is no pair's fault.
+        alone = False
         for again in (False, True):
             try:
-                answer = await self._workers.call(texts, seconds, fresh=again)
-                # What other calls have left in the process is no pair's fault.
+                answer = await self._workers.call(texts, seconds, fresh=again, alone=alone)
                 if again or len(pairs) > 1 or not answer.get("ends"):
                     break
             except EndedError as error:
-                if not again and (not error.called or (error.for_memory and len(pairs) == 1)):
+                if not again and (not error.called or len(pairs) == 1):
+                    alone = error.with_origin
                     continue
                 reason = f"{self._name}: its process {error}"
                 raise SpoiltError(Unscored(Outcome.FAILED, reason), error.at) from None

@@ -33,8 +33,10 @@ STEPS, PAIR, PID, ENDED = range(4)
 """Places in the memory in which a worker and its origin tell the service: the number of steps that the
 function has made, the pair at which it is, the worker's process, and the status with which that ended, plus 1."""
 PLACE_BYTES = 32
-_MOST_TRACE = 20_000
+_MOST_TRACE = 8000
 """Most characters of a traceback, for the service's log."""
+_MOST_TEXT = 2000
+"""Most characters of what a function gave, and of a reason."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
@@ -94,17 +96,19 @@ class Caller:
 
     def answer(self, pairs: Sequence["Pair"], seconds: Sequence[float]) -> dict[str, Any]:
         """The scores of the pairs, or the error; `seconds` is the time that each may take."""
+        each = self._runner is not None and not getattr(self._function, "takes_all", False)
         try:
-            if self._runner is None or getattr(self._function, "takes_all", False):
+            if not each:
                 given = self._function(Watched(pairs, self._place))
                 rows = _of_each(self._runner.run(given) if self._runner else given, len(pairs))
             else:
                 rows = self._runner.run(self._each(pairs, seconds))
             return self._told(rows)
         except DefectError as defect:
-            return {"defect": str(defect)}
+            return {"defect": str(defect)[:_MOST_TEXT]}
         except BaseException as error:  # SystemExit too: only the process itself may end
-            return {"raised": self._raised(error)}
+            # With `each` errors are those of pairs, so that this one is of the event loop, which cannot go on.
+            return {"raised": self._raised(error), "broken": each}
 
     async def _each(self, pairs: Sequence["Pair"], seconds: Sequence[float]) -> list[Any]:
         """Calls the coroutine function for each pair, with a deadline of its own, and returns what it gives."""
@@ -148,7 +152,7 @@ class Caller:
             elif isinstance(given, Unscored):
                 if given.outcome not in range(1, 6):
                     raise DefectError(f"an Unscored of outcome {given.outcome!r} for pair {row}")
-                unscored.append([row, {"outcome": int(given.outcome), "reason": str(given.reason)[:2000]}])
+                unscored.append([row, {"outcome": int(given.outcome), "reason": str(given.reason)[:_MOST_TEXT]}])
             else:
                 scores.extend(self._numbers(given, row))
                 continue
@@ -173,7 +177,7 @@ class Caller:
         text = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
         traceback.clear_frames(error.__traceback__)  # with what they hold of memory
         return {
-            "name": type(error).__name__,
+            "name": type(error).__name__[:_MOST_TEXT],
             "line": frame.lineno or 0,
             "file": os.path.basename(frame.filename),
             "late": isinstance(error, TimeoutError),
@@ -270,7 +274,7 @@ def _problem(error: BaseException) -> bytes:
 
     own = type(error).__name__ in ("ConfigError", "RuntimeError")  # which say it in words
     text = str(error) if own else f"{type(error).__name__}: {error}"
-    return packed({"problem": text[:2000]})
+    return packed({"problem": text[:_MOST_TEXT]})
 
 
 def main() -> NoReturn:
@@ -351,10 +355,10 @@ def _work(
         answer = caller.answer(pairs_of(asked["pairs"]), asked["seconds"])
         if os.getpid() != place[PID]:  # a fork of the function's own, which was not asked
             os._exit(0)
-        ends = _for_memory(answer)
+        ends = answer.pop("broken", False) or _for_memory(answer)
         sock.sendall(packed(answer | {"call": asked["call"], "ends": ends}))
         if ends:
-            os._exit(0)  # what a leak holds is given back with the process alone
+            os._exit(0)  # with which alone what a leak holds is given back
         del frame, asked, answer
     os._exit(0)
 

@@ -18,7 +18,7 @@ from typing import Any
 from quartet.config.functions import VARIABLE
 from quartet.wire.pairs import Pair
 from services.reward.scorers import program
-from services.reward.scorers.frames import LENGTH, MOST_BYTES, packed, received, rows_of, unpacked
+from services.reward.scorers.frames import LENGTH, MOST_ANSWER, packed, received, rows_of, unpacked
 from services.reward.scorers.program import ENDED, NOWHERE, PAIR, PID, STEPS
 
 PROGRAM = Path(program.__file__)
@@ -81,14 +81,14 @@ class StartError(Exception):
 class EndedError(Exception):
     """The process ended amid a call, and how."""
 
-    def __init__(self, how: str, at: int | None, *, called: bool) -> None:
+    def __init__(self, how: str, at: int | None, *, called: bool, with_origin: bool) -> None:
         super().__init__(how)
-        self.for_memory = "memory" in how
-        """True if it may have been ended since the machine has no memory left."""
         self.at = at
         """The pair at which the function was, if that is known."""
         self.called = called
         """False if it ended before the function was called."""
+        self.with_origin = with_origin
+        """True if it ended as the process did of which it was forked, which another worker may have killed."""
 
 
 class LateError(Exception):
@@ -180,6 +180,11 @@ class Worker:
         self._started = False
         self._slack_s = 0.0
 
+    @property
+    def unused(self) -> bool:
+        """True until it is called."""
+        return not self._calls
+
     def wait(self) -> None:
         """Blocks until the process has something to say about its start."""
         poll = select.poll()
@@ -264,8 +269,9 @@ class Worker:
                     raise ValueError
                 return answer | {"at": self._at(len(pairs))}
             except (OSError, ValueError, TypeError, KeyError):
-                how = await self._ended()
-                raise EndedError(how, self._at(len(pairs)), called=self._place[STEPS] > 0) from None
+                how, called = await self._ended(), self._place[STEPS] > 0
+                with_origin = not self._place[ENDED] and not self._origin.alive
+                raise EndedError(how, self._at(len(pairs)), called=called, with_origin=with_origin) from None
         finally:
             exchanged.cancel()
             await asyncio.wait({exchanged})  # the loop must have forgotten the socket before it is closed
@@ -283,7 +289,7 @@ class Worker:
     async def _received(self) -> bytes:
         head = await self._exactly(LENGTH.size)
         size = LENGTH.unpack(head)[0] if head else 0
-        if size > MOST_BYTES:
+        if size > MOST_ANSWER:
             raise ValueError("too long")
         return await self._exactly(size) if size else b""
 
@@ -369,13 +375,13 @@ class Workers:
         self._resting = [self._new()]
         self._resting[0].wait()
 
-    async def call(self, pairs: Sequence[Pair], seconds: Sequence[float], *, fresh: bool = False) -> Any:
-        """The answer of a worker, with `fresh` of one that has answered nothing yet; raises as
-        `Worker.call` does, and StartError. After an error, and where this call is cancelled, the worker is killed,
-        and the next one is started."""
-        if fresh and self._resting:
-            self._resting.pop().end()  # in whose place there is one more
-        worker = await self._taken(fresh=fresh)
+    async def call(
+        self, pairs: Sequence[Pair], seconds: Sequence[float], *, fresh: bool = False, alone: bool = False
+    ) -> Any:
+        """The answer of a worker, with `fresh` of one that has answered nothing yet, with `alone` of one besides that
+        no other can end; raises as `Worker.call` does, and StartError. After an error, and where this call is
+        cancelled, the worker is killed, and the next one is started."""
+        worker = await self._taken(fresh=fresh, alone=alone)
         answered = False
         try:
             answer = await worker.call(pairs, seconds)
@@ -390,11 +396,16 @@ class Workers:
                     with contextlib.suppress(StartError):  # of which the next call tells
                         self._resting.append(self._new())
 
-    async def _taken(self, *, fresh: bool) -> Worker:
+    async def _taken(self, *, fresh: bool, alone: bool) -> Worker:
         """A worker that rests, or a new one."""
         try:
             while True:
-                worker = self._new() if fresh or not self._resting else self._resting.pop()
+                rests = [each for each in self._resting if not fresh or (each.unused and not alone)]
+                if not rests and self._resting:
+                    self._resting.pop().end()  # in whose place there is one more
+                if rests:
+                    self._resting.remove(rests[-1])
+                worker = rests[-1] if rests else self._new(alone=alone)
                 if await worker.ready(self.source):
                     break
         except StartError as error:
@@ -403,8 +414,10 @@ class Workers:
         self.problem = ""
         return worker
 
-    def _new(self) -> Worker:
+    def _new(self, *, alone: bool = False) -> Worker:
         try:
+            if alone:
+                return Worker(Origin(self._setting, ahead=self._ahead, checked=True))
             if not self._origin.alive:
                 self._origin = Origin(self._setting, ahead=self._ahead, checked=True)
             return Worker(self._origin)

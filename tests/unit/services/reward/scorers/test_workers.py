@@ -170,12 +170,12 @@ async def test_a_function_that_no_longer_starts_fails_its_pairs_and_health(modul
 
 
 @pytest.mark.parametrize(
-    ("more", "imports"), [("", 1), (THREAD, 5), (f"FILE = open({__file__!r})\n", 5)], ids=["", "thread", "open file"]
+    ("more", "imports"), [("", 1), (THREAD, 8), (f"FILE = open({__file__!r})\n", 8)], ids=["", "thread", "open file"]
 )
 async def test_a_module_is_imported_once_where_a_fork_is_no_danger_to_it(
     module: Path, more: str, imports: int
 ) -> None:
-    """Elsewhere in the first process, and in each of the workers, of which three end."""
+    """Elsewhere in the first process, and in each of the workers, of which two end for each pair that ends them."""
     tries = module.with_name("tries")
     exits = "def score(pairs):\n    return [0.0 if pair.label != 'exits' else os._exit(3) for pair in pairs]\n"
     module.write_text(f"import os\nwith open({str(tries)!r}, 'a') as file:\n    file.write('.')\n{more}{exits}")
