@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from quartet.security.credentials import connect
 from quartet.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
 from quartet.wire.outcomes import Outcome, Unscored
-from quartet.wire.pairs import SCORE, Pair
+from quartet.wire.pairs import LEAST_S, SCORE, Pair
 from services.reward.client import RewardClient
 
 INFO_S = 60.0
@@ -67,7 +67,7 @@ class OverGrpc:
         """The results of all pairs."""
         if self._client is None:
             self._client = self._opened()
-        known: dict[str, Any] = {"timeout_s": seconds, "pair_timeout_s": 0.8 * seconds}
+        known: dict[str, Any] = {"timeout_s": seconds, "pair_timeout_s": max(0.8 * seconds, LEAST_S)}
         known["labels"] = [pair.label for pair in pairs] if any(pair.label for pair in pairs) else []
         known["columns"] = [pair.columns for pair in pairs] if any(pair.columns for pair in pairs) else []
         known["ended"] = [] if all(pair.ended for pair in pairs) else [pair.ended for pair in pairs]

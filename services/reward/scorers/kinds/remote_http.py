@@ -22,7 +22,7 @@ from quartet.wire.errors import (
     Unavailable,
 )
 from quartet.wire.outcomes import Unscored
-from quartet.wire.pairs import SCORE, Pair
+from quartet.wire.pairs import LEAST_S, SCORE, Pair
 from quartet.wire.splitting import in_parts
 from services.reward.http_fields import OUTCOMES, ModelList, Result, RewardsAnswer
 from services.reward.scorers.kinds.exchange import BUSY, Exchanged, TooLongError, client, exchange
@@ -74,7 +74,7 @@ class OverHttp:
             body = {
                 "scorer": self._options["scorer"],
                 "pairs": rows[some.start : some.stop],
-                "pair_timeout_s": max(0.8 * seconds, 0.05),
+                "pair_timeout_s": max(0.8 * seconds, LEAST_S),
             }
             most = _MOST_BYTES + len(some) * _MOST_PAIR_BYTES
             answer = _read(RewardsAnswer, await self._answered(asked, "POST", "/v1/rewards", body, deadline, most))

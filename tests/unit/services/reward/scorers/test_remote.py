@@ -92,6 +92,8 @@ def test_pairs_are_scored_there_with_all_that_is_known_of_them(service: tuple[Se
     assert ask(made, Pair("Why?", "so it is", messages=talk)).told == [8.0]
     assert [json.loads(each) for each in served.asked[-1].conversations.messages] == [[*talk]]
     assert not served.asked[-1].ended
+    ask(made, Pair("Why?", "so", timeout_s=2.0))
+    assert served.asked[-1].pair_timeout_s == pytest.approx(0.8 * 0.9 * 2.0)
 
 
 def test_a_pair_that_is_refused_there_costs_no_other_its_score(service: tuple[Service, str]) -> None:
