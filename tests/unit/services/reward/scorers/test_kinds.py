@@ -132,6 +132,26 @@ def test_mathematics() -> None:
     assert told(made(kind="math"), [*cases]) == [*cases.values()]
 
 
+@pytest.mark.parametrize(
+    ("fields", "right", "monster"),
+    [
+        ({"kind": "math"}, Pair("", "42", "42"), Pair("", "$10^{10^{10^{10}}}$", "42")),
+        ({"kind": "math"}, Pair("", "42", "42"), Pair("", "42", "$100000!!!$")),
+        (
+            {"kind": "json_schema", "expected": "schema"},
+            Pair("", "1", columns={"schema": {"minimum": 1}}),
+            Pair("", f'"{"a" * 60}b"', columns={"schema": {"pattern": "^(a|aa)+$"}}),
+        ),
+    ],
+    ids=["number", "expected number", "pattern"],
+)
+def test_what_takes_for_ever_costs_its_pair_alone(fields: dict[str, Any], right: Pair, monster: Pair) -> None:
+    scorer = made(**fields, pair_timeout_s=5.0, memory_gib=1.0)
+    first, at_fault, last = told(scorer, [right, monster, right])
+    assert (first, last) == (1, 1)
+    assert at_fault in (TIMEOUT, "FAILED")
+
+
 ASSERTS = "assert double(2) == 4\nassert double(-1) == -2"
 
 
