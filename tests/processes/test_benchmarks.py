@@ -13,6 +13,7 @@ TRL = ".quartet/trl/bin/python"
 TINY = ("--sizes", "tiny", "--device", "cpu")
 SMALLEST: dict[str, tuple[str, ...]] = {
     "demo_seeds": ("--seeds", "0", "--without-kl", "", "--steps", "1"),
+    "door": ("--seconds", "0.5", "--rounds", "1", "--callers", "1", "--callers", "4", "--new", "8"),
     "function_workers": ("--seconds", "0.5", "--rounds", "1"),
     "gpu.engine": (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16"),
     "gpu.group": ("--device", "cpu", "--mib", "1"),
