@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from services.rollout.config import RolloutConfig
 from services.rollout.vllm.arguments import engine_args
-from services.rollout.vllm.scheduler import AT_ONCE_KEY, WholeResponseScheduler
+from services.rollout.vllm.scheduler import WholeResponseScheduler
 
 BLOCK, BLOCKS = 16, 65
 EACH = 100
@@ -138,9 +138,9 @@ class QueuedEngine:
         self.free = self.free_blocks()
         self.most_queued = 0
 
-    def ask(self, name: str, prompt: int, new: int, *, at_once: bool = False) -> None:
-        """Adds a request: a prompt of so many tokens, a response of so many."""
-        extra = {AT_ONCE_KEY: True} if at_once else None
+    def ask(self, name: str, prompt: int, new: int, key: str = "") -> None:
+        """Adds a request: a prompt of so many tokens, a response of so many, and a key of the scheduler's."""
+        extra = {key: True} if key else None
         params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False, extra_args=extra)
         self.core.scheduler.add_request(
             Request(name, list(range(10, 10 + prompt)), params, None, block_hasher=self._hasher)

@@ -7,7 +7,7 @@ calls over gRPC, and adds to each answer the versions of the weights that sample
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from copy import copy
@@ -47,7 +47,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from quartet.config.base import ConfigError
 from quartet.seams.vllm import end_late_renders
 from quartet.serving.desk import Desk
-from quartet.serving.grouped import grouped
 from quartet.serving.http import refusal
 from quartet.serving.share import Share
 from quartet.serving.slots import Running
@@ -63,15 +62,13 @@ from services.rollout.sample import VersionSpans
 from services.rollout.session_holder import OpenSession
 from services.rollout.vllm.following import following
 from services.rollout.vllm.requests import Requests
-from services.rollout.vllm.scheduler import AT_ONCE_KEY
+from services.rollout.vllm.scheduler import AT_ONCE_KEY, STREAMED_KEY
 
 log = logging.getLogger("quartet")
 STILL_S = 2.0
 """Seconds without an output after which it is asked whether the engine still answers."""
 TOLD = frozenset({"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk_token", "model_max_length"})
 """Facts about a tokenizer that are told."""
-MOST_MESSAGES = 500
-"""Most messages a second of all streams together: with many, tokens are sent several at a time."""
 LISTED = 4
 """Tokens as which a log-prob in a whole answer counts. While it is made, one takes 0.3 to 1.4 KB, and a token 0.2."""
 _BULK = f"prompt and max_tokens, with {LISTED} tokens for each log-prob beside a token"
@@ -93,8 +90,6 @@ class VLLMCompletions:
         llm: AsyncLLM = engine.llm
         self._renderer = llm.renderer
         end_late_renders(llm.renderer)
-        self._streams = 0
-        """Number of streams that are open."""
         self.sampled = 0
         """Number of tokens that have been sampled for requests over HTTP."""
         self._names: list[BaseModelPath] = []
@@ -187,21 +182,13 @@ class VLLMCompletions:
             if isinstance(reply, Response):
                 await self._close(call)
                 return reply
-            self._streams += 1
-            return _Streamed(partial(self._close_stream, call), grouped(reply, self._gap_s))
+            return _Streamed(partial(self._close, call), reply)
         except TimeoutError:
             await self._close(call)
             raise InvalidArgument(LATE) from None
         except BaseException:
             await self._close(call)
             raise
-
-    def _gap_s(self) -> float:
-        return self._streams / MOST_MESSAGES
-
-    async def _close_stream(self, call: "_Call") -> None:
-        self._streams -= 1
-        await self._close(call)
 
     async def _close(self, call: "_Call") -> None:
         self.sampled += call.sampled
@@ -235,7 +222,7 @@ class VLLMCompletions:
 
     async def _created(
         self, create: Callable[..., Any], request: Any, call: "_Call"
-    ) -> Response | AsyncIterator[bytes]:
+    ) -> Response | AsyncGenerator[bytes, None]:
         """The whole answer, or the events of a stream that has begun without an error."""
         token = _CALL.set(call)
         try:
@@ -421,10 +408,12 @@ class _Call:
         self.leave_desk()
         if self.keeps and params.logprobs is None:
             params.logprobs = 0
-        # Log-probs of a prompt come with its first output, which the scheduler would hold back and join to the last.
-        streamed = params.output_kind is RequestOutputKind.DELTA
-        if streamed or params.stop or params.prompt_logprobs is not None:
+        # A text that ends a response is looked for in each output, and log-probs of a prompt come with the first; the
+        # scheduler would join them to the last.
+        if params.stop or params.prompt_logprobs is not None:
             params.extra_args = {**(params.extra_args or {}), AT_ONCE_KEY: True}
+        elif params.output_kind is RequestOutputKind.DELTA:
+            params.extra_args = {**(params.extra_args or {}), STREAMED_KEY: True}
         # A request for each response, as the engine notes the versions of a request's tokens and not of a choice's.
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         several = [_Taken(prompt_ids, one, salt, place, outputs) for place, one in enumerate(_each(params))]
@@ -574,7 +563,7 @@ class _Call:
 
     async def texts(
         self, first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """The events of a stream as they are sent."""
         told, last, message = Told(), {} if first is None else first, False
         late: list[bytes] = []
@@ -662,13 +651,14 @@ def _number_of(reply: Mapping[str, Any]) -> str:
 class _Streamed(StreamingResponse):
     """A stream that ends its call when it ends, or its caller leaves."""
 
-    def __init__(self, close: Callable[[], Awaitable[None]], texts: AsyncIterator[bytes]) -> None:
+    def __init__(self, close: Callable[[], Awaitable[None]], texts: AsyncGenerator[bytes, None]) -> None:
         super().__init__(texts, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._close = close
+        self._close, self._texts = close, texts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
         try:
-            await super().__call__(scope, receive, send)
+            async with aclosing(self._texts):
+                await super().__call__(scope, receive, send)
         finally:
             await self._close()

@@ -3,7 +3,8 @@
 The service sends whole samples. vLLM's engine, written for chat, sends every token and its log-prob to the serving
 process in a separate message, which for small models takes a quarter of the engine's time. This scheduler holds the
 messages back until the response is finished. Only every PARTS_S it sends what it holds of all responses, so that long
-ones need not be begun again if this engine is lost.
+ones need not be begun again if this engine is lost. Where many responses are read along, it sends several tokens of
+each at a time: a message through a replica and Serve costs as much processor time as several tokens of a small model.
 
 vLLM starts a request when its tokens so far fit into the KV cache. When the running ones then grow beyond it, one of
 them has to leave, and computes all of its tokens again later. This scheduler starts a request only if all of them fit
@@ -27,12 +28,16 @@ from services.rollout.vllm.room import Need, startable
 PARTS_S = 0.5
 """Seconds between two times at which parts of unfinished responses are sent."""
 AT_ONCE_KEY = "at_once"
-"""Name in SamplingParams.extra_args: True for a request whose outputs are not held back; its caller reads along."""
+"""Name in SamplingParams.extra_args: True for a request none of whose outputs is held back."""
+STREAMED_KEY = "streamed"
+"""Name in SamplingParams.extra_args: True for a request whose caller reads along."""
+MOST_MESSAGES = 500
+"""Most outputs a second of all requests with STREAMED_KEY; first and last ones do not wait."""
 
 
 class WholeResponseScheduler(AsyncScheduler):
     """Sends a request's outputs together: when it finishes, every PARTS_S, and when the engine is paused; those of
-    requests with AT_ONCE_KEY as they come. Preempts none.
+    requests with AT_ONCE_KEY as they come, those with STREAMED_KEY as MOST_MESSAGES allows. Preempts none.
 
     At a pause too, because the engine labels outputs with the version of the weights at the time of sending, and
     weights change only during a pause: tokens of the old weights have to be sent before.
@@ -44,6 +49,8 @@ class WholeResponseScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}
+        self._due: dict[str, float] = {}
+        """Requests that are streamed -> the time from which on the next output is sent."""
         self._sent = time.monotonic()
         self._most: int = self.max_num_active_reqs
         groups = self.kv_cache_config.kv_cache_groups
@@ -69,9 +76,9 @@ class WholeResponseScheduler(AsyncScheduler):
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """Client -> outputs of one step, without those of unfinished requests, which are held back."""
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
-        for client, message in messages.items():
-            message.outputs = [whole for output in message.outputs if (whole := self._hold(client, output))]
         now = time.monotonic()
+        for client, message in messages.items():
+            message.outputs = [whole for output in message.outputs if (whole := self._hold(client, output, now))]
         if self.pause_state == PauseState.PAUSED_ALL or now - self._sent >= PARTS_S:
             self._sent = now
             for held in self._held.values():
@@ -88,24 +95,29 @@ class WholeResponseScheduler(AsyncScheduler):
         ended: list[Request] = super().finish_requests(request_ids, *args, **kwargs)
         for request in ended:
             self._held.pop(request.request_id, None)
+            self._due.pop(request.request_id, None)
         return ended
 
-    def _hold(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        held = self._held.get(output.request_id)
-        if held is None:
-            if output.finished or self._at_once(output.request_id):
-                return output
-            self._held[output.request_id] = _Held(client, output)
-            return None
+    def _hold(self, client: int, output: EngineCoreOutput, now: float) -> EngineCoreOutput | None:
+        name = output.request_id
+        held = self._held.setdefault(name, _Held(client))
         held.parts.append(output)
-        if not output.finished:
+        if not (output.finished or self._wanted(name, now)):
             return None
-        del self._held[output.request_id]
-        return held.joined()
+        if output.finished:
+            self._due.pop(name, None)
+        return self._held.pop(name).joined()
 
-    def _at_once(self, name: str) -> bool:
+    def _wanted(self, name: str, now: float) -> bool:
+        """True if the outputs of a request that goes on are sent now."""
         params = self.requests[name].sampling_params
-        return bool(params and params.extra_args and params.extra_args.get(AT_ONCE_KEY))
+        extra = (params and params.extra_args) or {}
+        if not extra.get(STREAMED_KEY):
+            return bool(extra.get(AT_ONCE_KEY))
+        if now < self._due.setdefault(name, now):
+            return False
+        self._due[name] = now + len(self._due) / MOST_MESSAGES
+        return True
 
 
 class _Held:
@@ -113,13 +125,15 @@ class _Held:
 
     __slots__ = ("client", "parts")
 
-    def __init__(self, client: int, first: EngineCoreOutput) -> None:
+    def __init__(self, client: int) -> None:
         self.client = client
-        self.parts = [first]
+        self.parts: list[EngineCoreOutput] = []
 
     def joined(self) -> EngineCoreOutput:
         """The last output extended by the tokens of those before it."""
         whole = self.parts[-1]
+        if len(self.parts) == 1:
+            return whole
         lists = [part.new_logprobs for part in self.parts if part.new_logprobs is not None]
         whole.new_token_ids = [token for part in self.parts for token in part.new_token_ids]
         whole.prefill_stats = self.parts[0].prefill_stats

@@ -36,7 +36,7 @@ from services.rollout.vllm import openai as module
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.openai import VLLMCompletions
 from services.rollout.vllm.requests import Requests
-from services.rollout.vllm.scheduler import AT_ONCE_KEY
+from services.rollout.vllm.scheduler import AT_ONCE_KEY, STREAMED_KEY
 from tests.cluster import TEMPLATE
 from tests.http_requests import Answer
 from tests.models import BOS, EOS, MAX_LENGTH, ROWS, make_tokenizer
@@ -197,7 +197,8 @@ async def test_each_event_of_a_stream_names_them_so_far(replica: Replica) -> Non
     told = [(event["policy_version"], event["choices"][0]["version_spans"]) for event in got.events]
     assert told == [(3 if length < 3 else 4, spans(length)) for length in range(1, 6)]
     assert [event["choices"][0]["token_ids"] for event in got.events] == [[10], [11], [12], [13], [14]]
-    assert all(params.extra_args == {AT_ONCE_KEY: True} for _, params in replica.llm.asked)
+    await replica.ask(TEXT, prompt=[5], max_tokens=1, stream=True, stop="x")
+    assert [params.extra_args for _, params in replica.llm.asked] == [{STREAMED_KEY: True}, {AT_ONCE_KEY: True}]
 
 
 async def test_an_event_names_no_token_that_it_does_not_bring(replica: Replica) -> None:
@@ -741,23 +742,3 @@ async def test_a_parser_that_vllm_does_not_have_is_named(
     config = RolloutConfig(model=str(policy_folder), kv_cache_mib=1, **parser)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"rollout\.args\.tool_parser: .*not_there.*not been registered"):
         VLLMCompletions(config, replica.completions._served)
-
-
-async def test_many_streams_get_several_tokens_at_a_time(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_MESSAGES", 1e-3)  # a gap of at least 1000 s
-    body = json.dumps({"prompt": [5], "max_tokens": 20, "stream": True, "return_token_ids": True}).encode()
-    messages: list[bytes] = []
-    response = await replica.completions.answer(TEXT, body, ME, None)
-
-    async def send(message: Any) -> None:
-        messages.append(message.get("body", b""))
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    await asyncio.wait_for(response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send), 30)
-    sent = [message for message in messages if message]
-    events = Answer(200, {}, b"".join(sent)).events
-    assert [event["choices"][0]["token_ids"] for event in events] == [[token] for token in range(10, 30)]
-    assert len(sent) == 2  # the first, and all others
-    assert replica.completions._streams == 0

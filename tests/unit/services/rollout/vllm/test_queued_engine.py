@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout.vllm import scheduler as scheduler_module
+from services.rollout.vllm.scheduler import AT_ONCE_KEY, STREAMED_KEY
 from tests.unit.queued_engine import EACH, QueuedEngine
 
 NEW = 12
@@ -78,8 +79,12 @@ def test_pauses_may_follow_one_another_at_every_step(engine: QueuedEngine) -> No
     assert engine.free_blocks() == engine.free
 
 
-def test_what_somebody_reads_along_is_not_held_back(engine: QueuedEngine) -> None:
-    engine.ask("read", 3, NEW, at_once=True)
+@pytest.mark.parametrize("key", [AT_ONCE_KEY, STREAMED_KEY])
+def test_what_somebody_reads_along_is_not_held_back(
+    engine: QueuedEngine, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "MOST_MESSAGES", float("inf"))
+    engine.ask("read", 3, NEW, key)
     engine.ask("held", 3, NEW)
     received = []
     for _ in range(5):
@@ -92,6 +97,33 @@ def test_what_somebody_reads_along_is_not_held_back(engine: QueuedEngine) -> Non
     received += engine.received()
     assert [len(whole(received, name)) for name in ("read", "held")] == [NEW, NEW]
     assert engine.free_blocks() == engine.free
+
+
+def test_with_many_that_are_streamed_tokens_come_several_at_a_time(
+    engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "MOST_MESSAGES", 2 / 3600)
+    for name in "ab":
+        engine.ask(name, 3, NEW, STREAMED_KEY)
+    engine.turn(7)
+    received = engine.received()
+    assert [ids for _, ids, *_ in received] == [[0], [0]]  # the first of each comes at once
+    engine.pause(clear_cache=True)
+    before = engine.received()
+    assert all(1 < len(ids) < NEW for _, ids, *_ in before)
+    engine.change_weights(1)
+    engine.resume()
+    engine.turn(60)
+    after = engine.received()
+    assert [(len(before), len(after))] == [(2, 2)]  # the last too
+    for name in "ab":
+        assert [token % EACH for token in whole(received + before + after, name)] == list(range(NEW))
+    assert engine.core.scheduler._due == {}
+    engine.ask("left", 3, NEW, STREAMED_KEY)
+    engine.turn(5)
+    engine.abort("left")
+    engine.turn(2)
+    assert engine.core.scheduler._due == engine.core.scheduler._held == {}
 
 
 def test_what_is_aborted_leaves_nothing_held_and_no_other_response_changed(engine: QueuedEngine) -> None:
