@@ -1,0 +1,82 @@
+"""Starts the rollout service alone with two replicas, opens streams at its HTTP door, and pushes versions and
+kills replicas meanwhile. Three of four streams are left early, at a random event; the others are read.
+
+Each version's weights make another token certain, so that a token tells by which weights it was computed. The exit
+status is 1 if a stream did not end with an answer or an error that names the reason, if a token was not computed by
+the version that its reply names, or if a push failed.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.settings import ENVIRONMENT
+
+
+async def main(given: argparse.Namespace, folder: Path, console: Console) -> int:
+    """Exit status: 0 if nothing is wrong."""
+    # Imported here: Ray reads the environment when it is imported.
+    from tests.streams.campaign import campaign
+    from tests.streams.certain import make_certain
+    from tests.streams.served import running_rollout
+
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - began:7.1f} {text}", markup=False, highlight=False)
+
+    (folder / "services").mkdir()
+    async with running_rollout(folder / "services", make_certain(folder / "policy"), say) as quartet:
+        say("all replicas run")
+        started = time.monotonic()
+        verdict = await campaign(quartet, given.seed, given.streams, given.seconds, given.push_s, given.kill_s, say)
+        seconds = time.monotonic() - started
+    table = Table("measure", "value", title=f"{verdict.streams} streams, seed {given.seed}")
+    for end, times in verdict.ends.most_common():
+        table.add_row(end, str(times))
+    for name, value in {
+        "tokens compared": f"{verdict.tokens:,}",
+        "replies of several versions": str(verdict.across),
+        "pushes": f"{verdict.pushes}, in {verdict.tries} tries, one in {seconds / max(verdict.pushes, 1):.1f} s",
+        "replicas killed": f"{verdict.kills}, one in {seconds / max(verdict.kills, 1):.1f} s",
+        "slowest stream": f"{verdict.slowest_s:.1f} s",
+        "problems": str(len(verdict.problems)),
+    }.items():
+        table.add_row(name, value)
+    console.print(table)
+    for problem in verdict.problems[:40]:
+        console.print(problem, markup=False, highlight=False)
+    return 1 if verdict.problems else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.streams", description=__doc__)
+    parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no stream begins later")
+    parser.add_argument("--push-s", type=float, default=1.0, help="seconds from push to push")
+    parser.add_argument(
+        "--kill-s", type=float, default=10.0, help="seconds from kill to kill, or until both serve again"
+    )
+    given = parser.parse_args()
+    os.environ |= {"RAY_TMPDIR": tempfile.mkdtemp(prefix="qs-", dir="/tmp")} | ENVIRONMENT
+    folder = Path(tempfile.mkdtemp(prefix="streams-"))
+    console = Console(width=160)
+    status = 1
+    try:
+        status = asyncio.run(main(given, folder, console))
+    finally:
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+        if status:
+            console.print(f"logs: {folder}")
+        else:
+            shutil.rmtree(folder)
+    sys.exit(status)
