@@ -212,6 +212,7 @@ def test_a_group_teaches_nothing_only_if_every_name_that_counts_is_equal() -> No
         return parse(settings | {"zero_variance": "resample"}).admit(group)
 
     assert not admits(right=[1, 1], brief=[2, 2], seen=[3, 4])
+    assert admits(right=[1, 1], brief=[2, 3], seen=[3, 3])
     # Their sum is equal, and what is trained on may not be: each name may be normalised, and weights change.
     assert admits(right=[1, 0], brief=[0, 1], seen=[3, 3])
     outcomes = Outcomes(
@@ -269,6 +270,17 @@ def test_one_name_of_weight_one_is_bit_for_bit_the_score_without_a_name(
     assert named.normalisers == plain.normalisers
     its_own = {name: value for name, value in named.metrics.items() if not name.startswith("score/right/")}
     assert its_own == plain.metrics
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_responses_lose_their_part_of_the_reward(seed: int) -> None:
+    plain, settings = {"kind": "reinforce++", "kl": {"coef": 0.0}}, {"overlong_buffer": 6, "overlong_penalty": 0.75}
+    lengths = batch(seed, ()).lengths.tolist()
+    # Of 8 tokens the last six cost 0.125 each.
+    lost = [max(0, length - 2) * 0.125 for length in lengths]
+    assert any(lost)
+    before, after = (estimated(parse(plain | more), seed).metrics["reward/mean"] for more in ({}, settings))
+    assert before - after == pytest.approx(sum(lost) / len(lost), abs=1e-6)
 
 
 def test_each_name_is_measured_by_itself_and_in_its_groups() -> None:

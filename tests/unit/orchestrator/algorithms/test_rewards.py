@@ -130,6 +130,9 @@ def test_rewards_by_hand() -> None:
     rewards = shape_rewards(scores, kl, mask, kl_coef=0.5, clip=5.0)
     close(rewards, [[-0.05, -0.1, 0.85], [-5.2, 0.0, 0.0]])
     assert float(shape_rewards(scores, kl, mask, kl_coef=0.5, clip=None)[1, 0]) == -7.2
+    # The weight counts what the clip left: 3 times 1 and 3 times -5.
+    weighted = shape_rewards(scores, torch.zeros(2, 3), mask, kl_coef=0.0, clip=5.0, weight=3.0)
+    close(weighted, [[0, 0, 3], [-15, 0, 0]])
     gap = torch.tensor([[True, False, True], [True, True, False]])
     close(shape_rewards(scores, torch.zeros(2, 3), gap, kl_coef=1.0, clip=None), [[0, 0, 1], [0, -7, 0]])
 
