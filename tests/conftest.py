@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -32,6 +33,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else inherited
     }
     atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in the background of a script: the programs that the tests start would inherit it, and not end where they are
+    # interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # while the tests are imported
 
