@@ -4,17 +4,12 @@ with all logs is kept and named.
 """
 
 import argparse
-import asyncio
-import os
-import shutil
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 from rich.console import Console
 
-from tests.chaos.settings import ENVIRONMENT
+from tests.campaigns import run
 
 
 async def main(given: argparse.Namespace, folder: Path, console: Console) -> int:
@@ -63,17 +58,4 @@ if __name__ == "__main__":
     parser.add_argument("--each", type=int, default=25, help="faults in one run")
     parser.add_argument("--first", type=int, default=0, help="number of the first run, to go on with a seed")
     parser.add_argument("--minutes", type=float, default=600, help="no fault comes after so many")
-    given = parser.parse_args()
-    os.environ |= {"RAY_TMPDIR": tempfile.mkdtemp(prefix="qc-", dir="/tmp")} | ENVIRONMENT
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    console = Console(width=160)
-    status = 1
-    try:
-        status = asyncio.run(main(given, folder, console))
-    finally:
-        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
-        if status:
-            console.print(f"logs: {folder}")
-        else:
-            shutil.rmtree(folder)
-    sys.exit(status)
+    run(main, parser.parse_args(), "chaos")

@@ -7,18 +7,13 @@ the version that its reply names, or if a push failed.
 """
 
 import argparse
-import asyncio
-import os
-import shutil
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos.settings import ENVIRONMENT
+from tests.campaigns import run
 
 
 async def main(given: argparse.Namespace, folder: Path, console: Console) -> int:
@@ -66,17 +61,4 @@ if __name__ == "__main__":
     parser.add_argument(
         "--kill-s", type=float, default=10.0, help="seconds from kill to kill, or until both serve again"
     )
-    given = parser.parse_args()
-    os.environ |= {"RAY_TMPDIR": tempfile.mkdtemp(prefix="qs-", dir="/tmp")} | ENVIRONMENT
-    folder = Path(tempfile.mkdtemp(prefix="streams-"))
-    console = Console(width=160)
-    status = 1
-    try:
-        status = asyncio.run(main(given, folder, console))
-    finally:
-        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
-        if status:
-            console.print(f"logs: {folder}")
-        else:
-            shutil.rmtree(folder)
-    sys.exit(status)
+    run(main, parser.parse_args(), "streams")
