@@ -68,7 +68,7 @@ def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[
             raise ConfigError("\n".join(refused))
         for line in told:
             say(line)
-    serving.deploy(ray, config, deployment.raw)
+    serving.deploy(ray, config, deployment.raw, say, timeout_s)
     serving.await_running(ray, deployment.applications, say, timeout_s)
     asyncio.run(_ask_all(deployment, say, timeout_s))
     try:

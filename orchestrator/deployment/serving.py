@@ -14,34 +14,58 @@ from orchestrator.deployment.file import SERVE_KEYS
 from orchestrator.deployment.redeployment import scalable
 from quartet.config.base import read_yaml
 
-_DEPLOY_S = 300
 _LOOK_EVERY_S = 0.5
+_STARTED_AGAIN = ("it was killed by `ray.kill`", "HTTP proxies not available after")
+"""Ray's and Serve's words for a proxy that did not answer in time: the controller ends it and starts another."""
 SAY_EVERY_S = 10.0
 """Longest time, in seconds, for which a user who waits is told nothing."""
 
 
-def deploy(cluster: Cluster, config: Path, contents: Mapping[str, Any] | None = None) -> None:
+def deploy(
+    cluster: Cluster,
+    config: Path,
+    contents: Mapping[str, Any] | None = None,
+    say: Say = lambda _: None,
+    timeout_s: float = 300,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
     """Deploys the applications of the file in place of those that run, each in its `scalable` form.
 
-    Does not wait until they run.
+    Does not wait until they run. Where Serve ends and replaces its own proxy, as it does on a busy machine, it is
+    given the file again.
 
     Args:
         cluster: the head.
         config: the file.
         contents: the file's contents where something was decided in them; None to read them.
+        say: shows a message to the user.
+        timeout_s: longest wait in seconds.
+        clock: returns seconds.
 
     Raises:
-        ClusterError: Serve refused, with its message, or did not answer in time.
+        ClusterError: Serve refused, with its message, or did not take the file in time.
     """
     raw = read_yaml(config) if contents is None else contents
     sections = {key: value for key, value in raw.items() if key in SERVE_KEYS}
     sections["applications"] = [scalable(section) for section in raw.get("applications") or []]
-    try:
-        ask(cluster, json.dumps(sections), timeout_s=_DEPLOY_S)
-    except urllib.error.HTTPError as error:
-        raise ClusterError(f"Serve refused {config}:\n{error.read().decode(errors='replace')[-2000:]}") from None
-    except OSError as error:
-        raise ClusterError(f"Serve did not take {config} within {_DEPLOY_S} s: {error}") from None
+    text, end = json.dumps(sections), clock() + timeout_s
+    late, said = f"Serve did not take {config} within {timeout_s:g} s", False
+    while True:
+        try:
+            ask(cluster, text, timeout_s=max(_LOOK_EVERY_S, end - clock()))
+            return
+        except urllib.error.HTTPError as error:
+            reason = error.read().decode(errors="replace")[-2000:]
+            if not any(words in reason for words in _STARTED_AGAIN):
+                raise ClusterError(f"Serve refused {config}:\n{reason}") from None
+            if clock() + _LOOK_EVERY_S > end:
+                raise ClusterError(f"{late}:\n{reason}") from None
+            if not said:
+                say("Serve's proxy did not start in the time that Serve gives it, and is started again")
+            said = True
+        except OSError as error:
+            raise ClusterError(f"{late}: {error}") from None
+        time.sleep(_LOOK_EVERY_S)
 
 
 def await_running(

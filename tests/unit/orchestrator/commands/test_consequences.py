@@ -114,7 +114,7 @@ def test_up_asks_the_dashboard_once_and_deploys_only_what_serve_takes(
     class Deployed(Exception):
         """The end of the test: the file has been given to Serve."""
 
-    def deploy(ray: Cluster, config: Path, contents: Any) -> None:
+    def deploy(ray: Cluster, config: Path, contents: Any, say: Any, timeout_s: float) -> None:
         deployed.append(config)
         # No learner has a GPU here.
         assert contents["orchestrator"]["policy"]["gradient_checkpointing"] is False

@@ -110,6 +110,28 @@ def test_a_file_that_serve_refuses_is_told_with_its_reason(
         deploy(head(answer), file)
 
 
+DIED = b"""HTTP/1.0 500 Internal Server Error\r\n\r\nTraceback (most recent call last):
+ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+\tclass_name: ProxyActor
+The actor is dead because it was killed by `ray.kill`.
+The actor never ran - it was cancelled before it started running.
+"""
+LATE = b"HTTP/1.0 500 Error\r\n\r\nTimeoutError: HTTP proxies not available after 60s.\n"
+
+
+def test_a_file_is_given_again_while_serve_replaces_its_proxy(head: Heads, tmp_path: Path) -> None:
+    file, said = tmp_path / "a.yaml", list[str]()
+    file.write_text("applications: []")
+    deploy(head(DIED, LATE, {}), file, say=said.append)
+    assert put == [{"applications": []}] * 3
+    assert said == ["Serve's proxy did not start in the time that Serve gives it, and is started again"]
+    with pytest.raises(ClusterError, match=r"^Serve refused .*a\.yaml:\n400$"):
+        deploy(head(DIED, 400), file)
+    seconds = itertools.count(0.0, 20.0)
+    with pytest.raises(ClusterError, match=r"^Serve did not take .*a\.yaml within 100 s:\n(.|\n)*by `ray.kill`"):
+        deploy(head(DIED), file, timeout_s=100, clock=lambda: next(seconds))
+
+
 def test_a_dashboard_that_is_gone_takes_no_file(head: Heads, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("applications: []")
