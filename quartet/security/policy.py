@@ -108,14 +108,14 @@ class Limits(Config):
     training_reserve: Annotated[Fraction, Field(lt=1)] = 0.25
     """Share of concurrent_calls and of unanswered_bytes that is kept for trainers."""
     receiving: Count = 32
-    """Most requests of one caller that are received at the same time, and a quarter of it of one connection; further
-    ones wait, unreceived. A trainer's requests of methods that message_bytes does not list do not count: of those,
-    one connection has as many."""
+    """Most requests of one caller that are received over gRPC at the same time, and a quarter of it of one
+    connection; further ones wait, unreceived. A trainer's requests of methods that message_bytes does not list do not
+    count: of those, one connection has as many. Over HTTP none waits, as bytes are counted while they arrive."""
     unanswered_bytes: Count = 1024 * MIB
     """Most bytes of requests that are received and not answered yet; further calls are refused with
     RESOURCE_EXHAUSTED."""
     request_s: Seconds = 30
-    """Longest time, in seconds, for a request to arrive once its turn to be received has come."""
+    """Longest time, in seconds, for a request to arrive, over gRPC once its turn to be received has come."""
     unread_s: Seconds = 30
     """Longest time, in seconds, that a caller over HTTP may leave a part of its answer unread; its connection is then
     closed, and what it asked for ends."""

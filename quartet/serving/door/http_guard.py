@@ -84,8 +84,10 @@ _TOKEN_ADVICE = (
     "send `Authorization: Bearer` with a token that the policy names; `quartet up` writes yours to "
     ".quartet/access/token"
 )
-_DISCARDED, _DISCARD_S = 64 << 10, 1.0
+_DISCARDED, _DISCARD_S = 4 << 20, 1.0
 """Most bytes of a refused request's body that are read and thrown away, and the longest wait for them."""
+_COUNTED = 4 << 10
+"""Most bytes of a body that has not arrived whole which do not count for its caller yet."""
 _LOST = HttpError(503, "no replica could answer, or the one that answered has died; ask again", retry_after_s=1)
 
 
@@ -207,16 +209,14 @@ class HttpGuard:
         largest = self._gate.limits.of(asked.route)
         if int(headers.get("content-length", "0")) > largest:
             raise _Refused(_too_large(largest))
-        async with self._open.receiving(asked.caller, asked.peer, small=False):
-            try:
-                async with asyncio.timeout(self._gate.limits.request_s):
-                    body = await _whole(receive, largest)
-            except TimeoutError:
-                seconds = self._gate.limits.request_s
-                raise _Refused(
-                    HttpError(408, f"no whole body arrived within {seconds:g} s; send it at once")
-                ) from None
-        held.enter_context(_counted(self._open.hold(asked.caller, len(body))))
+        seconds = self._gate.limits.request_s
+        try:
+            async with asyncio.timeout(seconds):
+                body = await _whole(
+                    receive, largest, lambda size: held.enter_context(_counted(self._open.hold(asked.caller, size)))
+                )
+        except TimeoutError:
+            raise _Refused(HttpError(408, f"no whole body arrived within {seconds:g} s; send it at once")) from None
         check_bounds(body)
         return body
 
@@ -248,19 +248,23 @@ def _too_large(largest: int) -> HttpError:
     return HttpError(413, f"the body has more than {largest} bytes; split it")
 
 
-async def _whole(receive: Receive, largest: int) -> bytes:
-    """The body of a request, in as many pieces as it comes."""
-    pieces, size = [], 0
+async def _whole(receive: Receive, largest: int, count: Callable[[int], object]) -> bytes:
+    """The body of a request, in as many pieces as it comes. `count` is told how many bytes have arrived, in few
+    steps."""
+    body, counted = bytearray(), 0
     while True:
         message = await receive()
         if message["type"] != "http.request":
             raise _Refused(HttpError(400, "the body broke off"))
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > largest:
+        body += message.get("body", b"")
+        if len(body) > largest:
             raise _Refused(_too_large(largest))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
+        whole = not message.get("more_body", False)
+        if whole or len(body) - counted >= _COUNTED:
+            count(len(body) - counted)
+            counted = len(body)
+        if whole:
+            return bytes(body)
 
 
 class _Incoming:
@@ -276,15 +280,17 @@ class _Incoming:
         return message
 
     async def discard(self, scope: Message) -> None:
-        """Throws away the rest of a small body that is refused: a connection that is closed with bytes unread is
+        """Throws away the rest of a body that is refused: a connection that is closed with bytes unread is
         reset, and its caller might never read why."""
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         if self._ended or b"expect" in headers or not length.isdigit() or int(length) > _DISCARDED:
             return
-        with suppress(TimeoutError, _Refused):
+        left = _DISCARDED
+        with suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_S):
-                await _whole(self, _DISCARDED)
+                while not self._ended and left > 0:
+                    left -= len((await self()).get("body", b""))
 
 
 def _scope(scope: Message, asked: _Asked) -> Message:

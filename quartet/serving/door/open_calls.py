@@ -20,8 +20,8 @@ class OpenCalls:
 
     gRPC counts all calls together: one caller that holds the most that may be open, by requests that it does not send
     or replies that it does not read, would keep all others out. The bytes of requests are counted likewise, from
-    their arrival to the end of the reply; while they arrive, a connection and a caller have only so many requests at
-    a time.
+    their arrival to the end of the reply. gRPC tells of a request only once it is whole: over gRPC, a connection and
+    a caller have only so many requests received at a time.
     """
 
     def __init__(self, limits: Callable[[], Limits]) -> None:
@@ -44,7 +44,7 @@ class OpenCalls:
 
     @asynccontextmanager
     async def receiving(self, caller: Caller, connection: str, *, small: bool) -> AsyncIterator[None]:
-        """The turn in which a request of this caller is received.
+        """The turn in which a request of this caller is received over gRPC.
 
         A program that begins requests and does not end them keeps its own connection waiting: its large requests have
         a quarter of the caller's turns, and a trainer's small ones never wait for those of another connection.
@@ -77,7 +77,7 @@ class OpenCalls:
                 self._turns[key] = turns, users - 1
 
     def hold(self, caller: Caller, size: int) -> Callable[[object], None]:
-        """Counts a request of `size` bytes; returns what `begin` returns, and raises likewise."""
+        """Counts `size` bytes of a request; returns what `begin` returns, and raises likewise."""
         limits = self._limits()
         return self._bytes.take(caller, size, limits.unanswered_bytes, limits)
 

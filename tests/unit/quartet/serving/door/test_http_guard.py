@@ -16,6 +16,7 @@ from ray.serve.config import HTTPOptions
 
 from quartet.config.base import ConfigError
 from quartet.security import watched
+from quartet.security.identity import Caller
 from quartet.security.keys.folder import Keys
 from quartet.security.policy import Limits
 from quartet.security.port import Port
@@ -351,6 +352,54 @@ async def test_a_body_that_does_not_come_is_given_up(keys: Keys, tmp_path: Path)
         assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 408")
         writer.close()
         assert replicas.seen == []
+
+
+async def begun(port: int, proof: tuple[str, str], body: bytes) -> asyncio.StreamWriter:
+    """A request whose body goes on no further."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\n{': '.join(proof)}\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body) + 1}\r\n\r\n".encode() + body)
+    await writer.drain()
+    return writer
+
+
+async def test_bodies_that_do_not_come_hold_their_own_bytes_and_keep_no_other_request_of_their_caller_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 uploads that stood still kept all other requests of their caller waiting for half a minute."""
+    slow = Keys(tmp_path / "keys", days=1)
+    slow.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
+    policy = yaml.safe_load(slow.policy.read_text())
+    limits = {
+        "request_s": 600,
+        "receiving": 1,
+        "unanswered_bytes": 800_000,
+        "message_bytes": {"completions": 200_000},
+    }
+    slow.policy.write_text(yaml.safe_dump(policy | {"limits": limits}))  # half of 800,000 bytes are the caller's
+    arrived: list[int] = []
+    hold = OpenCalls.hold
+
+    def noted(calls: OpenCalls, caller: Caller, size: int) -> Any:
+        end = hold(calls, caller, size)
+        arrived.append(size)
+        return end
+
+    monkeypatch.setattr(OpenCalls, "hold", noted)
+    mine = proof(slow, "client")
+    async with http_door(guarded(slow)) as (port, replicas), asyncio.timeout(60):
+        stalled = [await begun(port, mine, b"[" + b" " * 99_999) for _ in range(3)]
+        while sum(arrived) < 3 * 95_000:
+            await asyncio.sleep(0.01)
+        assert (await ask(port, COMPLETIONS, {}, mine)).status == 200
+        refused = await ask(port, COMPLETIONS, b"[" + b" " * 150_000 + b"]", mine)
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert "bytes of unanswered requests" in refused.message
+        for writer in stalled:
+            writer.close()
+        while (await ask(port, COMPLETIONS, b"[" + b" " * 150_000 + b"]", mine)).status != 200:
+            await asyncio.sleep(0.01)
+        assert len(replicas.seen) == 2
 
 
 async def test_open_requests_have_shares(keys: Keys, tmp_path: Path) -> None:
