@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from quartet.weight_transfer.groups.group import ABORT_S, Group, Wire, leave, turned
+from quartet.weight_transfer.groups.group import ABORT_S, LOOK_S, Group, Wire, leave, turned
 from quartet.weight_transfer.groups.wires import make_wire
 from quartet.weight_transfer.ipc import SharedBuckets
 from quartet.weight_transfer.manifest import Manifest
@@ -25,9 +25,6 @@ from quartet.weight_transfer.memory.pinning import READ_ONLY, pin
 from quartet.weight_transfer.memory.shared_memory import Segment
 
 log = logging.getLogger("quartet")
-
-LOOK_S = 0.5
-"""Seconds between two looks of a member whether the sender has abandoned the group."""
 
 Wires = Callable[[str, str, torch.device, float], Wire]
 """Makes the wire of a backend for a member with this address and device, and with `stall_s`, as `make_wire` does."""

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from quartet.models.device import default_device
-from quartet.weight_transfer.groups.group import SENDER, Group, Wire
+from quartet.weight_transfer.groups.group import SENDER, Group, Wire, give_up
 from quartet.weight_transfer.groups.wires import make_wire
 from quartet.weight_transfer.ipc import SharedSender
 from quartet.weight_transfer.manifest import Manifest
@@ -40,8 +40,8 @@ class Sender(Protocol):
         """
 
     def abandon(self, membership: int) -> None:
-        """Ends the transfer to this membership, so that no member waits for another that is gone. May overlap
-        `send`."""
+        """Ends the transfer to this membership, so that no member waits for another that is gone. May overlap `join`
+        and `send`."""
 
     def add_newcomers(self, membership: int, world_size: int) -> None:
         """Sends the loaded weights to a group of newcomers; the main group stays as it is."""
@@ -80,6 +80,7 @@ class GroupSender:
         self._digest = digest if wire.device is None else device_digest
         self._stall_s = stall_s
         self._store, self._number = open_store(host, stall_s)
+        self._aside = self._store.clone()  # a TCPStore answers nothing else while it waits for a member's key
         if on_gpu and wire.device is not None:
             memory = torch.empty(Buckets.size(manifest, sender, senders), dtype=torch.uint8, device=wire.device)
             self._buckets = Buckets(manifest, sender, senders, memory=memory)
@@ -154,7 +155,8 @@ class GroupSender:
         return self._buckets[number].to(self._wire.device, non_blocking=True)
 
     def abandon(self, membership: int) -> None:
-        """Leaves the group, which also ends a `send` that is waiting for a member."""
+        """Leaves the group, which also ends a `join` or a `send` that is waiting for a member."""
+        give_up(self._aside, membership)
         group = self._group
         if group is not None and group.membership == membership:
             self.close()

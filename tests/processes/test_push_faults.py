@@ -167,6 +167,22 @@ async def test_a_member_that_freezes_is_not_waited_for_as_long_as_the_work_may_t
         assert await stage.fleet.versions() == {"a": 2, "c": 2}
 
 
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=MORE)])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_those_who_meet_one_that_is_lost_are_called_back_long_before_the_meetings_deadline(
+    backend: str, fault: str
+) -> None:
+    """A death breaks connections, and at a meeting there are none yet."""
+    async with three(backend, stall_s=300, control_s=10) as stage:
+        await stage.fleet.add("d")  # a new membership
+        stage.fleet.before = {"prepare": stage.send("b", FAULTS[fault])}
+        report = await stage.push(2)
+        assert (report.attempts, report.replicas) == (2, ("a", "c", "d"))
+        assert report.seconds < 100
+        assert await stage.fleet.versions() == {"a": 2, "c": 2, "d": 2}
+        assert (await stage.push(3)).attempts == 1
+
+
 async def test_a_phase_that_takes_long_is_no_silence() -> None:
     """The members are asked many times meanwhile, and answer."""
     async with three("ipc", commit_s=60) as stage:

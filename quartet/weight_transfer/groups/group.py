@@ -21,6 +21,12 @@ SENDER = 0
 """The learner's rank in every group."""
 ABANDONED = "abandoned"
 """Key that the sender sets in a membership's part of the store when it gives the membership up."""
+ROLL_S = 0.01
+"""Seconds between two looks of a member whether all others have come."""
+LOOK_S = 0.5
+"""Seconds between two looks of a member whether the sender has abandoned the group."""
+MOMENT_S = 0.001
+"""Shortest deadline that is given to a library, in seconds."""
 ABORT_S = 2.0
 """Seconds in which an abort usually ends; a thread is left with one that takes longer."""
 
@@ -67,41 +73,66 @@ class Group:
             RuntimeError: not all members came in time.
         """
         self.timeout = timedelta(seconds=timeout_s)
-        self._joining = timedelta(seconds=timeout_s if joining_s is None else joining_s)
-        self._rank, self._wire = rank, wire
+        self._joining_s = timeout_s if joining_s is None else joining_s
+        self._rank, self._world_size, self._wire = rank, world_size, wire
         self.membership = membership
-        self._meeting = PrefixStore(f"membership{membership}", store)
-        if wire.device is not None:
-            self._call_the_roll(world_size)
-        self._group: Any = wire.form(self._meeting, rank, world_size, self._joining)
-        if wire.device is not None:
-            self._connect()
+        self._meeting = _part(store, membership)
+        # A connection of its own: a TCPStore answers nothing else while it waits for a member's key.
+        self._aside = self._meeting.clone()
+        self._group: Any = None
+        self._given_up = False
+        until = time.monotonic() + self._joining_s
+        self._call_the_roll(until)
+        self._form(until)
 
-    def _call_the_roll(self, world_size: int) -> None:
-        """Waits until all members are about to connect, since NCCL itself would wait without a deadline."""
-        self._meeting.set(f"here{self._rank}", b"")
-        self._meeting.wait([f"here{rank}" for rank in range(world_size)], self._joining)
+    def _call_the_roll(self, until: float) -> None:
+        """Waits until all members are about to connect. The libraries that connect them wait for one that has died:
+        gloo until its deadline, NCCL without one."""
+        self._meeting.set(_here(self._rank), b"")
+        everyone = [_here(rank) for rank in range(self._world_size)]
+        while not self._aside.check(everyone):
+            self._expect_sender()
+            if time.monotonic() >= until:
+                missing = [rank for rank, key in enumerate(everyone) if not self._aside.check([key])]
+                raise RuntimeError(f"the group did not form: ranks {missing} did not come in {self._joining_s:g} s")
+            time.sleep(ROLL_S)
 
-    def _connect(self) -> None:
-        """Forms NCCL's communicator by a first operation, in a thread that can be abandoned: if a member dies after
-        the roll call, the operation may never return."""
+    def _form(self, until: float) -> None:
+        """Connects the members, in a thread that is left behind if the sender gives the membership up: once a member
+        has died, the library may never return."""
         failures: list[Exception] = []
 
-        def first() -> None:
+        def connect() -> None:
             try:
-                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self._wire.device))
+                left = timedelta(seconds=max(until - time.monotonic(), MOMENT_S))
+                self._group = self._wire.form(self._meeting, self._rank, self._world_size, left)
+                if self._wire.device is not None:  # NCCL forms its communicator by its first operation
+                    self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self._wire.device))
             except Exception as error:
                 failures.append(error)
+            if self._given_up:
+                self.close()
 
-        seconds = self._joining.total_seconds()
-        thread = threading.Thread(target=first, daemon=True, name="push group")
+        thread = threading.Thread(target=connect, daemon=True, name="push group")
         thread.start()
-        thread.join(seconds)
-        if thread.is_alive() or failures:
-            # Before the abort, which makes an operation without an answer fail as well.
-            reason = failures[0] if failures else f"no answer in {seconds:g} s"
+        try:
+            while thread.is_alive() and not failures:
+                thread.join(max(0.0, min(LOOK_S, until - time.monotonic())))
+                if thread.is_alive():
+                    self._expect_sender()
+                    if time.monotonic() >= until:
+                        raise RuntimeError(f"the group did not form: no answer in {self._joining_s:g} s")
+            if failures:
+                raise RuntimeError(f"the group did not form: {failures[0]}")
+        except RuntimeError:
+            self._given_up = True
             self.close()
-            raise RuntimeError(f"the group did not form: {reason}")
+            raise
+
+    def _expect_sender(self) -> None:
+        """Raises RuntimeError if the sender has given this membership up."""
+        if self.abandoned:
+            raise RuntimeError(f"membership {self.membership} was given up by its sender")
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Sends `data`, uint8 in memory of the wire's device, from the sender to all members, or receives into it.
@@ -137,13 +168,13 @@ class Group:
         A member that forwards a broadcast to others may be gone for the orchestrator and still hold its connections
         open, so that the others would wait for it until the timeout.
         """
-        self._meeting.set(ABANDONED, b"")
+        self._aside.set(ABANDONED, b"")
         self.close()
 
     @property
     def abandoned(self) -> bool:
         """True if the sender has abandoned the group; RuntimeError if the store does not answer."""
-        return bool(self._meeting.check([ABANDONED]))
+        return bool(self._aside.check([ABANDONED]))
 
     def close(self) -> None:
         """Leaves the group; pending operations fail on all members. Returns within ABORT_S.
@@ -165,6 +196,21 @@ class Group:
         del group
         thread.start()
         return thread
+
+
+def give_up(store: Store, membership: int) -> None:
+    """Lets the members that meet under this number, the sender among them, give up their wait for one another."""
+    _part(store, membership).set(ABANDONED, b"")
+
+
+def _part(store: Store, membership: int) -> PrefixStore:
+    """A membership's part of the store."""
+    return PrefixStore(f"membership{membership}", store)
+
+
+def _here(rank: int) -> str:
+    """Key that a member sets when it is about to connect."""
+    return f"here{rank}"
 
 
 def leave(groups: Sequence[Group], seconds: float | None = None) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import Store
+from torch.distributed import FileStore, PrefixStore, Store
 
 from quartet.ranks.nccl_settings import DEFAULTS, GIVE_UP, reserve
+from quartet.ranks.rendezvous import reach_store, serve_store
 from quartet.weight_transfer import receiver as receiver_module
 from quartet.weight_transfer.groups import group as group_module
-from quartet.weight_transfer.groups.group import SENDER, Group, Wire
+from quartet.weight_transfer.groups.group import SENDER, Group, Wire, give_up
 from quartet.weight_transfer.groups.wires import SETTINGS, environment, gloo_wire, nccl_wire
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.meeting import find_store, open_store
@@ -156,6 +157,84 @@ def test_a_member_that_dies_after_the_roll_was_called_does_not_hold_the_others_u
     assert time.monotonic() - start < TIMEOUT_S + 20
     assert stuck.aborted.wait(5)
     assert stuck.aborts == 1
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("dies", ["before the roll", "after it"])
+def test_those_who_wait_for_a_dead_member_leave_when_the_sender_gives_up(where: str, dies: str) -> None:
+    """Both with a deadline of ten minutes. A TCPStore, which members elsewhere use, answers one wait at a time."""
+    here = open_store(HOST, 600)[0] if where == "here" else serve_store(HOST, 600)
+    there = here.clone() if isinstance(here, FileStore) else reach_store(HOST, here.port, 600)
+    waiting = threading.Barrier(3)
+
+    def form(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+        waiting.wait(60)
+        store.get("address of the one that died")
+        return Answering()
+
+    failures: dict[int, str] = {}
+
+    def join(rank: int, store: Store) -> None:
+        with pytest.raises(RuntimeError) as failed:
+            Group(store, Wire(form), rank=rank, world_size=3, membership=7, timeout_s=600)
+        failures[rank] = str(failed.value)
+
+    joining = [threading.Thread(target=join, args=each) for each in ((SENDER, here), (1, there))]
+    for thread in joining:
+        thread.start()
+    if dies == "after it":
+        PrefixStore("membership7", here.clone()).set("here2", b"")
+        waiting.wait(60)
+    give_up(here.clone(), 7)
+    for thread in joining:
+        thread.join(60)
+    assert failures == dict.fromkeys((SENDER, 1), "membership 7 was given up by its sender")
+    PrefixStore("membership7", here.clone()).set("address of the one that died", b"")
+    _until(lambda: not left_behind())
+
+
+def test_a_sender_that_gives_a_membership_up_while_it_joins_is_free_for_the_next() -> None:
+    manifest = Manifest.of({"w": torch.zeros(4)}, 16)
+    sender = GroupSender(manifest, gloo_wire(HOST), host=HOST, stall_s=600)
+    failures: list[str] = []
+
+    def join() -> None:
+        with pytest.raises(RuntimeError) as failed:
+            sender.join(1, 2)
+        failures.append(str(failed.value))
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    sender.abandon(1)
+    joining.join(60)
+    assert failures == ["membership 1 was given up by its sender"]
+    sender.join(2, 1)
+    sender.close()
+
+
+def test_members_that_do_not_come_are_named() -> None:
+    wire = Wire(lambda *_: Answering())
+    with pytest.raises(RuntimeError, match=r"^the group did not form: ranks \[1, 2\] did not come in 0.2 s$"):
+        Group(open_store(HOST, 1)[0], wire, rank=SENDER, world_size=3, membership=1, timeout_s=0.2)
+
+
+def test_a_group_that_forms_after_it_was_given_up_is_closed() -> None:
+    store, behind, forming, formed = open_store(HOST, 600)[0], Answering(), threading.Event(), threading.Event()
+
+    def form(*_: Any) -> Any:
+        forming.set()
+        assert formed.wait(60)
+        return behind
+
+    def give_up_then() -> None:
+        assert forming.wait(60)
+        give_up(store.clone(), 1)
+
+    threading.Thread(target=give_up_then).start()
+    with pytest.raises(RuntimeError, match="membership 1 was given up by its sender"):
+        Group(store, Wire(form), rank=SENDER, world_size=1, membership=1, timeout_s=600)
+    formed.set()
+    _until(lambda: behind.aborts == 1)
 
 
 def left_behind() -> list[tuple[str, bool]]:
