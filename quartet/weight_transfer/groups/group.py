@@ -116,7 +116,7 @@ class Group:
         thread = threading.Thread(target=connect, daemon=True, name="push group")
         thread.start()
         try:
-            while thread.is_alive() and not failures:
+            while thread.is_alive():
                 thread.join(max(0.0, min(LOOK_S, until - time.monotonic())))
                 if thread.is_alive():
                     self._expect_sender()
