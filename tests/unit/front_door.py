@@ -24,6 +24,8 @@ from quartet.security.port import Port
 
 CALLERS: dict[str, Role] = {"run-a": "trainer", "client": "sampler", "evaluator": "judge-client", "pager": "prober"}
 APPLICATIONS = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "critic": "Critic"}
+ANSWER_S = 60
+"""Deadline of a call in seconds: for what would hang otherwise, on a machine of any speed."""
 FUNCTIONS = [
     "quartet.serving.proxy.end_with_caller",
     "protos.rollout_pb2_grpc.add_RolloutServicer_to_server",
@@ -122,7 +124,7 @@ def ask(channel: grpc.aio.Channel, method: str, *metadata: tuple[str, str], requ
     service, name = method.split("/")
     application = (("application", service.lower()),)
     make = channel.unary_stream if name == "Generate" else channel.unary_unary
-    return make(f"/quartet.v1.{method}")(request, metadata=metadata or application, timeout=10)
+    return make(f"/quartet.v1.{method}")(request, metadata=metadata or application, timeout=ANSWER_S)
 
 
 def channel_of(keys: Keys, name: str, target: str) -> grpc.aio.Channel:

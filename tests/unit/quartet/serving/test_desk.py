@@ -8,6 +8,7 @@ from quartet.config.limits import LimitsConfig
 from quartet.serving.desk import Desk
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
+from tests.unit.waiting import settled
 
 ME, OTHER = Share("me", Purpose.FOREIGN), Share("other", Purpose.FOREIGN)
 
@@ -37,7 +38,7 @@ async def test_a_turn_ends_before_its_context_if_it_is_left_and_with_it_otherwis
         leave()
         async with asyncio.timeout(30), desk.turn(ME, 1 << 40):
             waiting = asyncio.create_task(_enter(desk))
-            await asyncio.sleep(0.01)
+            await settled()
             assert not waiting.done()
             waiting.cancel()
             await asyncio.wait([waiting])

@@ -26,6 +26,7 @@ from tests.unit.member_phases import (
     prepare,
     transfer,
 )
+from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
 
@@ -136,15 +137,17 @@ async def committed(member: WeightMember) -> None:
         assert (await play(member, phase)).ok
 
 
+@in_virtual_time
 async def test_the_group_of_a_run_is_left_when_its_lease_is_over(engine: FakeEngine, member: WeightMember) -> None:
     """Until then the memory of its learner stays in use."""
-    await claim(member, LEASE, ttl_s=0.2)
+    await claim(member, LEASE, ttl_s=20)
     await committed(member)
     for _ in range(8):  # renewed in time
-        await asyncio.sleep(0.05)
-        await claim(member, LEASE, ttl_s=0.2)
+        await asyncio.sleep(15)
+        await claim(member, LEASE, ttl_s=20)
     assert "leave" not in names(engine)
-    await until(lambda: names(engine)[-1] == "leave")
+    await asyncio.sleep(21)
+    assert names(engine)[-1] == "leave"
     # The run was only slow: it finds that the replica has left, and forms a group with it again.
     assert (await play(member, {"discover": pb.Discover()})).membership == 0
     assert (await play(member, prepare(2))).ok

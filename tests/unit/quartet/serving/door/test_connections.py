@@ -25,7 +25,7 @@ from quartet.security.port import Port
 from quartet.serving.door.connections import LOOK_S, PROOF_S, Connections, _ends, spelled
 from tests.configuration import REPO
 from tests.unit.fake_clock import Clock
-from tests.unit.front_door import ask, front_door, outcome
+from tests.unit.front_door import ANSWER_S, ask, front_door, outcome
 from tests.unit.resting import resting
 
 
@@ -240,7 +240,7 @@ async def _rest_beside_a_caller(folder: Path, secured: str, kind: str, count: in
             began = time.monotonic()
             result = (StatusCode.UNAVAILABLE, "")
             # A client asks again, as ServiceClient does.
-            while result[0] is StatusCode.UNAVAILABLE and time.monotonic() - began < 10:
+            while result[0] is StatusCode.UNAVAILABLE and time.monotonic() - began < ANSWER_S:
                 async with connect(target, {VARIABLE: str(client)}) as channel:
                     result = await outcome(ask(channel, "Reward/Info"))
             assert result == (StatusCode.OK, ""), (folder / "errors").read_text()[-500:]
@@ -248,13 +248,17 @@ async def _rest_beside_a_caller(folder: Path, secured: str, kind: str, count: in
 
         async with connect(target, {VARIABLE: str(client)}) as old:
             assert (await outcome(ask(old, "Reward/Info")))[0] is StatusCode.OK
+            for _ in range(5):
+                await call()
+            alone = statistics.median(taken)
+            taken.clear()
             with ExitStack() as stack:
                 await asyncio.to_thread(stack.enter_context, resting(target, count, kind))
                 for _ in range(10):
                     await call()
                 assert (await outcome(ask(old, "Reward/Info")))[0] is StatusCode.OK
     print(f"{secured} {kind} {count}: median {statistics.median(taken):.3f} s, slowest {max(taken):.3f} s")
-    assert statistics.median(taken) < 1, taken
+    assert statistics.median(taken) < 1 + 10 * alone, taken  # of the second for which gRPC then takes no connection
     assert "File descriptor limit reached" not in (folder / "errors").read_text()
 
 

@@ -24,7 +24,7 @@ from quartet.security.keys.folder import Keys
 from quartet.security.policy import digest
 from quartet.security.port import LOCAL_VARIABLE, Port
 from quartet.serving.proxy import bind_to_host
-from tests.unit.front_door import CALLERS, FUNCTIONS, Replicas, ask, channel_of, front_door, outcome
+from tests.unit.front_door import ANSWER_S, CALLERS, FUNCTIONS, Replicas, ask, channel_of, front_door, outcome
 
 
 async def test_callers_that_send_nothing_do_not_keep_others_out(tmp_path: Path) -> None:
@@ -116,7 +116,10 @@ async def test_a_program_that_ends_none_of_its_requests_keeps_no_other_program_o
 ) -> None:
     """All programs of one user are one caller by default; 32 such requests kept them all waiting for a minute."""
     policy = tmp_path / "policy.yaml"
-    policy.write_text(yaml.safe_dump({"identities": {"run-a": {"role": "trainer", "tokens": [digest("secret")]}}}))
+    identities = {"run-a": {"role": "trainer", "tokens": [digest("secret")]}}
+    # Nothing makes room by its own end before a call that waits is given up.
+    limits = {"request_s": 10 * ANSWER_S, "handshake_s": 10 * ANSWER_S}
+    policy.write_text(yaml.safe_dump({"identities": identities, "limits": limits}))
     metadata = (("application", "reward"), ("authorization", "Bearer secret"))
     # A connection of its own for each channel, as for each program.
     options = [("grpc.use_local_subchannel_pool", 1)]

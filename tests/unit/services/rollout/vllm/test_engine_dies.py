@@ -71,7 +71,7 @@ async def test_a_call_fails_as_soon_as_the_engine_is_dead(llm: Deaf, engine: VLL
     await asyncio.sleep(2.5 * LOOK_S)
     assert not call.done()  # one that only takes long is waited for
     llm.dead = True
-    async with asyncio.timeout(10 * LOOK_S):
+    async with asyncio.timeout(30):
         with pytest.raises(EngineDeadError):
             await call
     await asyncio.sleep(0)
