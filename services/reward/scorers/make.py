@@ -100,7 +100,7 @@ def make_scorer(
     """The scorer that the configuration describes, at `where`, whose models have `batch_s` for a batch. ConfigError
     if it cannot be made."""
     if isinstance(config, ModelScorerConfig):
-        return ModelScorer(config, tokenizer, device)
+        return ModelScorer(config, tokenizer, device, where)
     if isinstance(config, SeveralScorerConfig):
         made = {
             name: make_scorer(each, tokenizer, device, f"{where}.scorers.{name}", batch_s)

@@ -22,15 +22,17 @@ from services.reward.scorers.scorer import Result, Scored, results
 class ModelScorer:
     """Scores by a sequence-classification model's output at the response's last token."""
 
-    def __init__(self, config: ModelScorerConfig, tokenizer: Any, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelScorerConfig, tokenizer: Any, device: torch.device, where: str = "reward.args.scorer"
+    ) -> None:
         if tokenizer_hash(load_tokenizer(config.model)) != tokenizer_hash(tokenizer):
             raise ConfigError(
-                f"reward.args.scorer.model: the tokenizer of {config.model} is not the service's tokenizer, "
+                f"{where}.model: the tokenizer of {config.model} is not the service's tokenizer, "
                 "so its token ids mean something else"
             )
         labels = load_config(config.model).num_labels
         if labels != 1:
-            raise ConfigError(f"reward.args.scorer.model: {config.model} has num_labels {labels}; it must have 1")
+            raise ConfigError(f"{where}.model: {config.model} has num_labels {labels}; it must have 1")
         self._model = load_scalar(config.model, config.dtype, packing=config.packing).eval().requires_grad_(False)
         if config.compile_layers:
             compile_layers(self._model)

@@ -26,7 +26,8 @@ from quartet.wire.errors import FailedPrecondition
 from quartet.wire.identity import model_hash
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
-from services.reward.config import ScorerConfig
+from services.reward.config import RewardConfig, ScorerConfig
+from services.reward.replica import Reward
 from services.reward.scorers.make import SeveralScorers, make_scorer
 from services.reward.scorers.scorer import Result, Scored, Scorer
 from tests import plain
@@ -149,8 +150,14 @@ def test_a_model_with_another_tokenizer_is_refused(reward_folder: Path, tmp_path
 
 def test_a_model_of_two_labels_is_refused(tmp_path: Path) -> None:
     folder = make_reward(tmp_path / "two", labels=2)
-    with pytest.raises(ConfigError, match=r"^reward.args.scorer.model: .* has num_labels 2; it must have 1$"):
-        make(kind="model", model=str(folder))
+    model, wrong = {"kind": "model", "model": str(folder)}, ".* has num_labels 2; it must have 1$"
+    with pytest.raises(ConfigError, match=rf"^reward.args.scorer.model: {wrong}"):
+        make(**model)
+    with pytest.raises(ConfigError, match=rf"^reward.args.scorer.scorers.two.model: {wrong}"):
+        make(kind="several", scorers={"two": model})
+    named = RewardConfig.parse({"scorers": {"taste": model, "other": model}}, "reward.args").hosted["taste"]
+    with pytest.raises(ConfigError, match=rf"^reward.args.scorers.taste.model: {wrong}"):
+        Reward.func_or_class(named, name="taste")  # type: ignore[attr-defined]
 
 
 def test_a_function_sees_texts_and_labels() -> None:
