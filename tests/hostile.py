@@ -67,6 +67,9 @@ def _given(label: str) -> Any:
         case "ends its parent":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
+        case "stops its parent":
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os._exit(3)
         case "ends its group":
             os.killpg(0, signal.SIGTERM)
         case "ends later":

@@ -6,6 +6,7 @@ import ctypes
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -184,6 +185,22 @@ def faulty(pairs: Sequence[Pair]) -> list[float | None]:
 def faulty_at_once(pairs: Sequence[Pair]) -> list[float | None]:
     """The same, after it has taken all pairs, so that none can be seen to be at fault."""
     return [_after(pair) for pair in list(pairs)]
+
+
+def starting(pairs: Sequence[Pair]) -> list[float | None]:
+    """Starts two processes that stay, each in a session of its own, one of them without a parent, and writes their
+    ids to the file that the label names; else as `faulty`."""
+    [pair] = pairs
+    if os.sep not in pair.label:
+        return faulty(pairs)
+    stays = f"{sys.executable} -c 'import time; time.sleep(600)' & echo $! >> {pair.label}"
+    for waits in ("; wait", ""):
+        shell = subprocess.Popen(["sh", "-c", stays + waits], start_new_session=True)
+        if not waits:
+            shell.wait()
+    while not (path := Path(pair.label)).exists() or len(path.read_text().split()) < 2:
+        time.sleep(0.01)
+    return [1.0]
 
 
 def _after(pair: Pair) -> float | None:

@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -37,7 +38,7 @@ _MOST_TRACE = 8000
 """Most characters of a traceback, for the service's log."""
 _MOST_TEXT = 2000
 """Most characters of what a function gave, and of a reason."""
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
 
 
 class DefectError(Exception):
@@ -240,9 +241,10 @@ def _loaded(given: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
 
 def _end_with_parent() -> None:
     """Makes the kernel end this process with its parent, even where it computes without end; one whose parent has
-    ended before finds its socket closed."""
+    ended before finds its socket closed. All that it starts stay below it, and then below its parent."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
@@ -260,6 +262,16 @@ def shared(file: int) -> "memoryview[int]":
         return memoryview(mmap.mmap(file, PLACE_BYTES)).cast("q")
     finally:
         os.close(file)
+
+
+def children(process: int) -> set[int]:
+    """The processes whose parent is this one; none where the kernel does not say it."""
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children") as file:
+                found |= {int(each) for each in file.read().split()}
+    return found
 
 
 def _may_fork(own: set[int]) -> bool:
@@ -299,29 +311,32 @@ def main() -> NoReturn:
     forks = _may_fork({0, 1, 2, int(number)})
     sock.sendall(packed({"source": loaded[1] if loaded else "", "forks": forks}))
     gc.freeze()  # so that collections in the workers leave alone what they have in common
-    places = dict[int, "memoryview[int]"]()
-
-    def reap(*_: object) -> None:
-        while places and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if (place := places.pop(ended[0], None)) is not None:
-                place[ENDED] = ended[1] + 1
-
-    before = signal.signal(signal.SIGCHLD, reap)
+    places, modules = dict[int, "memoryview[int]"](), children(os.getpid())
+    ends, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
+        ready, _, _ = select.select([sock, ends], [], [])
+        if ends in ready:
+            ends.recv(4096)
+            _reap(places, modules)
+        if sock not in ready:
+            continue
         message, files, _, _ = socket.recv_fds(sock, 1, 2, socket.MSG_CMSG_CLOEXEC)
         if not message:
             os._exit(0)
         theirs, place = socket.socket(fileno=files[0]), shared(files[1])
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         try:
             pid = os.fork()
         except OSError as error:
             theirs.sendall(_problem(error))
         else:
             if not pid:
+                signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, before)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-                sock.close()
+                for each in (sock, ends, wakes):
+                    each.close()
                 os.setsid()
                 place[PID] = os.getpid()
                 _end_with_parent()
@@ -329,8 +344,18 @@ def main() -> NoReturn:
                     _work(theirs, place, first, loaded)
                 os._exit(1)
             places[pid] = place
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         theirs.close()
+
+
+def _reap(places: dict[int, "memoryview[int]"], modules: set[int]) -> None:
+    """Notes how workers ended, and kills what they have started and left, in whatever session; `modules` are the
+    children that this process had before."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if (place := places.pop(ended[0], None)) is not None:
+                place[ENDED] = ended[1] + 1
+    for left in children(os.getpid()) - places.keys() - modules:
+        os.kill(left, signal.SIGKILL)
 
 
 def _work(

@@ -29,6 +29,8 @@ _END_S = 2.0
 """Longest wait for the end of a process that closed its socket, in seconds."""
 _SLACK_S = 1.0
 """Seconds that a coroutine function's own deadlines are ahead of those from outside."""
+_FORKED_S = 0.2
+"""Seconds between two looks after a worker that is being forked."""
 _LOOKS = 8
 """Looks within a pair's time, whether the function is at another pair already."""
 _LOOK_S = 0.01
@@ -138,6 +140,10 @@ class Origin:
         """True until the process has ended."""
         return self.end.alive and self._process.poll() is None
 
+    def go_on(self) -> None:
+        """Has the process go on, which a worker may have stopped."""
+        self._process.send_signal(signal.SIGCONT)
+
     def started(self) -> tuple[str, bool]:
         """Waits until it has started; returns the text that identifies the function, if it has imported it, and
         whether workers may be forked after that. StartError if the function cannot be called."""
@@ -203,13 +209,19 @@ class Worker:
                 self.end()
 
     async def _start(self, source: str) -> bool:
+        first = asyncio.ensure_future(self._received())
         try:
             async with asyncio.timeout(START_S):
-                frame = await self._received()
+                while not (await asyncio.wait({first}, timeout=_FORKED_S))[0]:
+                    self._origin.go_on()
+                frame = first.result()
         except TimeoutError:
             raise StartError(_LATE) from None
         except (OSError, ValueError):
             frame = b""
+        finally:
+            first.cancel()
+            await asyncio.wait({first})  # as in `call`
         try:
             answer = unpacked(frame) if frame else {"problem": _not_imported(await self._ended())}
             if not frame and not self._origin.alive:
@@ -306,6 +318,7 @@ class Worker:
         """The exit code of the process, or less than 0 the signal that has ended it; None while it is there."""
         if self._place[ENDED]:
             return os.waitstatus_to_exitcode(self._place[ENDED] - 1)
+        self._origin.go_on()
         return None if self._origin.alive else -signal.SIGKILL
 
     async def _ended(self) -> str:
@@ -344,11 +357,24 @@ def _path() -> list[str]:
 
 
 def _end_origin(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
-    """Kills the origin, and its workers with it; also called when the interpreter ends. Does not wait for it: it is
-    reaped as the next one starts."""
-    ours.close()
+    """Kills the origin and all below it; also called when the interpreter ends. Does not wait for it: it is reaped as
+    the next one starts."""
+    below = _below(process.pid) if process.poll() is None else set()
     process.kill()
+    ours.close()
     process.poll()
+    for each in below:  # its workers end with it, but not what they have started
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _below(process: int) -> set[int]:
+    """The children of a process, and theirs."""
+    found, new = set[int](), program.children(process)
+    while new:
+        found |= new
+        new = set[int]().union(*map(program.children, new)) - found
+    return found
 
 
 def _end(place: "memoryview[int]", ours: socket.socket) -> None:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.processes
 FAILED, TIMEOUT, NOT_FINITE = "FAILED", "TIMEOUT", "NOT_FINITE"
 GIVES: dict[str, Any] = {
     **{"prints": 1.0, "forks": 1.0, "forks and ends": FAILED, "ends its parent": FAILED, "ends its group": FAILED},
+    **{"stops its parent": FAILED},
     **{"ends later": 1.0, "writes later": 1.0, "claims much": FAILED, "turns its socket": FAILED},
     **{"blocks its socket": None, "shuts its socket": FAILED, "limits itself": None, "breaks json": 1.0},
     **{"says much": FAILED, "says nothing": FAILED, "has a long name": FAILED, "raises itself": FAILED},

@@ -217,6 +217,25 @@ async def test_nothing_is_left_of_a_scorer_that_is_gone() -> None:
     assert not alive
 
 
+@pytest.mark.parametrize("end", ["exits", "killed", ""])
+async def test_nothing_is_left_of_what_a_function_starts(tmp_path: Path, end: str) -> None:
+    """Neither in a session of its own nor without a parent; where its worker ends, or else its scorer."""
+    made = scorer("starting")
+    await made.score([row(Pair("", "", str(tmp_path / "pids")))])
+    own = [psutil.Process(int(line)) for line in (tmp_path / "pids").read_text().split()]
+    assert len(own) == 2
+    assert len({os.getsid(each.pid) for each in own}) == 2
+    if end:
+        assert (await called(batcher(made), end)).told == ["FAILED"]
+    else:
+        del made
+        gc.collect()
+    _, alive = psutil.wait_procs(own, timeout=10)
+    for each in alive:
+        each.kill()
+    assert not alive
+
+
 PARENT = """
 import asyncio, os, sys
 from services.reward.kinds import FunctionScorerConfig
