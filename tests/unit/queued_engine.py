@@ -53,6 +53,8 @@ class Workers:
         self._known: dict[str, int] = {}
         """Tokens of a request that are to be read before the next one is sampled."""
         self._sampled: dict[str, int] = {}
+        self._listed: dict[str, int] = {}
+        """Likeliest tokens that a request asks for beside each sampled one."""
         self._output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
 
     def execute_model(self, scheduled: Any, non_block: bool) -> Batch:
@@ -62,6 +64,7 @@ class Workers:
             ids = request.prefill_token_ids or request.prompt_token_ids
             self._known[request.req_id] = len(ids)
             self._sampled.setdefault(request.req_id, 0)
+            self._listed[request.req_id] = request.sampling_params.logprobs
             places[request.req_id] = self._place(request.req_id, request.num_computed_tokens, scheduled)
         cached = scheduled.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -82,7 +85,9 @@ class Workers:
     def _computed(self, places: dict[str, int | None]) -> ModelRunnerOutput:
         names = list(places)
         tokens = [[] if place is None else [EACH * self.weights + place] for place in places.values()]
-        ids = np.asarray([row or [0] for row in tokens]).reshape(-1, 1)
+        # vLLM gives all requests of a step as many as the one that asks for the most.
+        columns = 1 + max((self._listed[name] for name in names), default=0)
+        ids = np.asarray([row or [0] for row in tokens]).reshape(-1, 1).repeat(columns, axis=1)
         logprobs = LogprobsLists(ids, -ids.astype(np.float32), np.zeros(len(ids), np.int64))
         return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens, logprobs=logprobs)
 
@@ -138,10 +143,11 @@ class QueuedEngine:
         self.free = self.free_blocks()
         self.most_queued = 0
 
-    def ask(self, name: str, prompt: int, new: int, key: str = "") -> None:
-        """Adds a request: a prompt of so many tokens, a response of so many, and a key of the scheduler's."""
+    def ask(self, name: str, prompt: int, new: int, key: str = "", listed: int = 0) -> None:
+        """Adds a request: a prompt of so many tokens, a response of so many, a key of the scheduler's, and so many
+        likeliest tokens beside each sampled one."""
         extra = {key: True} if key else None
-        params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False, extra_args=extra)
+        params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=listed, detokenize=False, extra_args=extra)
         self.core.scheduler.add_request(
             Request(name, list(range(10, 10 + prompt)), params, None, block_hasher=self._hasher)
         )

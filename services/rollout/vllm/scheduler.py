@@ -138,9 +138,11 @@ class _Held:
         whole.new_token_ids = [token for part in self.parts for token in part.new_token_ids]
         whole.prefill_stats = self.parts[0].prefill_stats
         if lists:
+            # As many columns as the request of its step with the most log-probs; all have at least this request's.
+            columns = min(part.logprobs.shape[1] for part in lists)
             whole.new_logprobs = LogprobsLists(
-                np.concatenate([part.logprob_token_ids for part in lists]),
-                np.concatenate([part.logprobs for part in lists]),
+                np.concatenate([part.logprob_token_ids[:, :columns] for part in lists]),
+                np.concatenate([part.logprobs[:, :columns] for part in lists]),
                 np.concatenate([part.sampled_token_ranks for part in lists]),
             )
         return whole

@@ -126,6 +126,19 @@ def test_with_many_that_are_streamed_tokens_come_several_at_a_time(
     assert engine.core.scheduler._due == engine.core.scheduler._held == {}
 
 
+def test_requests_that_ask_for_more_logprobs_join_those_that_ask_for_fewer(engine: QueuedEngine) -> None:
+    """The arrays of vLLM are wider in the steps that an evaluation shares with a run."""
+    engine.ask("run", 3, NEW)
+    engine.turn(4)
+    for name, listed in (("evaluation", 1), ("other", 5)):
+        engine.ask(name, 3, 2, listed=listed)
+    engine.turn(60)
+    received = engine.received()
+    assert [whole(received, name) for name in ("run", "other")] == [[*range(NEW)], [0, 1]]
+    assert [last for *_, last in received] == [True] * 3
+    assert engine.free_blocks() == engine.free
+
+
 def test_what_is_aborted_leaves_nothing_held_and_no_other_response_changed(engine: QueuedEngine) -> None:
     for name in "abc":
         engine.ask(name, 4, NEW)
