@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 TRL = ".quartet/trl/bin/python"
 TINY = ("--sizes", "tiny", "--device", "cpu")
 SMALLEST: dict[str, tuple[str, ...]] = {
+    "beside": ("--rounds", "1", "--steps", "1"),
     "demo_seeds": ("--seeds", "0", "--without-kl", "", "--steps", "1"),
     "door": ("--seconds", "0.5", "--rounds", "1", "--callers", "1", "--callers", "4", "--new", "8"),
     "function_workers": ("--seconds", "0.5", "--rounds", "1"),
