@@ -65,15 +65,21 @@ async def test_a_pair_that_ends_its_process_costs_no_other_its_score(function: s
             assert not re.search("1234|/", call.reason(at))
 
 
-async def test_pairs_that_hang_cost_no_other_its_score_nor_later_calls_their_time() -> None:
-    made = scorer("faulty")
-    passes = batcher(made)
-    hung = asyncio.create_task(called(passes, "", "hangs", "", "spins", ""))
+async def test_a_pair_that_hangs_costs_later_calls_no_time() -> None:
+    passes = batcher(scorer("faulty", pair_timeout_s=600.0))
+    hung = asyncio.create_task(called(passes, "", "hangs"))
     await until(lambda: passes._running)
     others = await asyncio.gather(*(called(passes, "", "declines") for _ in range(20)))
-    assert not hung.done()
     assert [each.told for each in others] == [[1.0, "NOT_APPLICABLE"]] * 20
-    call = await hung
+    assert not hung.done()
+    hung.cancel()
+    await asyncio.wait({hung})
+
+
+async def test_pairs_that_hang_cost_no_other_its_score() -> None:
+    made = scorer("faulty")
+    passes = batcher(made)
+    call = await called(passes, "", "hangs", "", "spins", "")
     assert call.told == [1.0, "TIMEOUT", 1.0, "TIMEOUT", 1.0]
     assert call.reason(1) == "tests.scorers:faulty took longer for a pair than pair_timeout_s, 2 s"
     await passes.check_health(made.check)
