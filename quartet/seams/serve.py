@@ -1,7 +1,7 @@
 """Private names of Ray Serve: its gRPC proxy has no options for an address, an interceptor or its HTTP port, a
 replica none for the address on which others reach it, and a broadcast loses all results if one is late."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,12 @@ from quartet.config.base import ConfigError
 
 VERSIONS = ">=2.60,<2.61"
 """Versions of Ray."""
+
+LARGEST_MESSAGE = 2 << 20
+"""Most bytes of what a message between a proxy and a replica carries. gRPC refuses more than 4 MiB."""
+
+HTTP_METHOD = "http"
+"""Method of a deployment that answers requests over HTTP."""
 
 Handler = Callable[[Any, Any], Any]
 
@@ -91,6 +97,49 @@ def route_of(app: Any) -> Callable[[str], tuple[str, str, str] | None]:
         return prefix, handle.deployment_id.app_name, handle.deployment_id.name
 
     return find
+
+
+def asks_over_http(app: Any) -> Callable[..., AsyncGenerator[Any, None]]:
+    """A function that has a replica of the application at a path stream an answer by HTTP_METHOD, an asynchronous
+    generator; given the app that Serve hands a middleware.
+
+    The function takes the path, a request's body, and what else the method gets; the method gets the route prefix
+    before these. Each part of the answer is a message of the gRPC connection between this proxy and the replica.
+    Closing the generator ends the method's.
+    """
+    from ray.serve import context
+
+    proxy = app._app
+    handles: dict[Any, tuple[Any, Any]] = {}
+
+    def handle_of(base: Any, *, large: bool) -> Any:
+        key = base.deployment_id, large
+        of, handle = handles.get(key, (None, None))
+        if of is not base:
+            as_bytes = {"request_serialization": "pickle", "response_serialization": "pickle"}
+            handle = base.options(method_name=HTTP_METHOD, stream=True, _by_reference=large, **as_bytes)
+            handles[key] = base, handle
+        return handle
+
+    async def ask(path: str, body: bytes, *given: Any) -> AsyncGenerator[Any, None]:
+        prefix, base, _ = proxy.proxy_router.match_route(path)
+        # A large request goes as an object of Ray's, as a message to a replica may have 4 MiB.
+        handle = handle_of(base, large=len(body) > LARGEST_MESSAGE)
+        named = {"route": prefix, "app_name": base.deployment_id.app_name}
+        context._serve_request_context.set(context._RequestContext(**named))  # for the replica's log and numbers
+        answer = handle.remote(prefix, path, body, *given)
+        # Serve ends a proxy that is to go when nothing is under way.
+        proxy._ongoing_requests_start()
+        try:
+            async for part in answer:
+                yield part
+        except BaseException:
+            answer.cancel()
+            raise
+        finally:
+            proxy._ongoing_requests_end()
+
+    return ask
 
 
 def listen_on(host: str) -> None:

@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope
 
+from quartet.seams.serve import LARGEST_MESSAGE
 from quartet.serving.share import Share, share_of
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ServiceError
@@ -16,6 +19,91 @@ from quartet.wire.http_errors import HttpError, http_error
 log = logging.getLogger("quartet")
 HEALTH_S = 10.0
 """Longest time, in seconds, that the answer to `/health` takes."""
+
+
+class HasDoor(Protocol):
+    """A deployment that answers requests over HTTP."""
+
+    async def answer(self, request: Request) -> Response: ...
+
+
+class HttpMixin:
+    """Answers what the guard of the HTTP port passes on, by the name HTTP_METHOD (quartet/seams/serve.py)."""
+
+    async def http(
+        self: HasDoor, prefix: str, path: str, body: bytes, method: str, headers: Sequence[tuple[str, str]]
+    ) -> AsyncGenerator[Any, None]:
+        """The answer to a request that the guard has let through: its status, its headers and the first part of its
+        body, then the other parts.
+
+        Args:
+            prefix: the application's route prefix.
+            path: the whole path.
+            body: the request's.
+            method: GET or POST.
+            headers: those that the guard passes on, and the caller's identity.
+        """
+        given = [(name.encode(), value.encode()) for name, value in headers]
+        asked = {"path": path, "root_path": prefix.rstrip("/"), "headers": given, "query_string": b""}
+        scope: Scope = {"type": "http", "method": method, **asked}
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        response = await self.answer(Request(scope, receive))
+        async with aclosing(_parts(response, scope, receive)) as parts:
+            status, sent, first = await anext(parts)
+            first, *others = _pieces(first)
+            yield status, sent, first
+            for piece in others:
+                yield piece
+            async for part in parts:
+                for piece in _pieces(part):
+                    yield piece
+
+
+async def _parts(response: Response, scope: Scope, receive: Receive) -> AsyncGenerator[Any, None]:
+    """The answer as `http` gives it, in parts of any size."""
+    if isinstance(response, Streamed):
+        async with aclosing(response):
+            yield response.status_code, response.raw_headers, await anext(response.parts, b"")
+            async for part in response.parts:
+                yield part
+        return
+    messages: list[Message] = []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    await response(scope, receive, send)
+    start, *rest = messages
+    yield start["status"], start["headers"], b"".join(message["body"] for message in rest)
+
+
+def _pieces(part: bytes) -> list[bytes]:
+    """A part of an answer, divided into messages; one at least."""
+    return [part[at : at + LARGEST_MESSAGE] for at in range(0, len(part) or 1, LARGEST_MESSAGE)]
+
+
+class Streamed(Response):
+    """An answer that is sent as it is made, and has to be closed."""
+
+    def __init__(self, parts: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
+        """
+        Args:
+            parts: the events.
+            close: called at the end, however it comes.
+        """
+        self.parts, self._close = parts, close
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+
+    async def aclose(self) -> None:
+        """Ends it."""
+        try:
+            await self.parts.aclose()
+        finally:
+            await self._close()
 
 
 class HeaderMetadata:

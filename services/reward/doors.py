@@ -16,7 +16,7 @@ from protos import reward_pb2 as pb
 from quartet.seams.serve import answers_of_each
 from quartet.security.port import Port
 from quartet.serving.health import HealthMixin
-from quartet.serving.http import refusal
+from quartet.serving.http import HttpMixin, refusal
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from quartet.wire.errors import InvalidArgument
@@ -32,7 +32,7 @@ MEASURED_S = 2.0
 """Seconds that each replica gets to give its measures."""
 
 
-class Doors(HealthMixin):
+class Doors(HealthMixin, HttpMixin):
     """Takes calls over gRPC and HTTP, which a subclass answers by `scored`, `infos` and `token_ids`."""
 
     def _open(self) -> None:
@@ -87,7 +87,7 @@ class Doors(HealthMixin):
         """Describes the scorers and their tokenizers."""
         return await self.infos()
 
-    async def __call__(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Answers a request over HTTP, which Serve's proxy passes on only where the port is open."""
         if self._door is None:
             return refusal(HttpError(503, "this replica was started before the HTTP port was opened"))

@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import ray
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,9 +18,8 @@ from quartet.seams.serve import answers_of_each
 from quartet.security.port import Port
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.desk import Desk
-from quartet.serving.guests import Guests
 from quartet.serving.health import HealthMixin
-from quartet.serving.http import refusal
+from quartet.serving.http import HttpMixin, refusal
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated, translated_stream
 from quartet.serving.share import Share
@@ -52,7 +50,7 @@ NUMBERS_S = 5.0
     health_check_timeout_s=10,
     graceful_shutdown_timeout_s=10,
 )
-class Rollout(HealthMixin):
+class Rollout(HealthMixin, HttpMixin):
     """One replica, one engine."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -67,15 +65,13 @@ class Rollout(HealthMixin):
         prepare_replica()
         engine = self._engine = await start(config)
         self._admission = Admission(config.limits)
+        self._slots = EngineSlots(config.max_num_seqs, config.limits, quantum=engine.max_length)
         context = serve.get_replica_context()
         self._replica = str(context.replica_tag)
         # One handle is kept, since each new one makes a router that asks Serve's controller.
         self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
         self._max_phase_s = config.max_phase_s
         self._member = WeightMember(engine, self._replica, config.host)
-        gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0)
-        guests = Guests(config.foreign_share, lambda: self._member.held, gpus=gpus)
-        self._slots = EngineSlots(config.max_num_seqs, config.limits, engine.max_length, guests)
         self._pulse = Pulse(engine.answer, lambda: self._member.busy)
         self._model = describe_model(
             config.model,
@@ -123,7 +119,7 @@ class Rollout(HealthMixin):
             lines += [("proved_version", {}, proof.policy_version), ("proved_difference", {}, proof.difference)]
         return packed(self._replica, [*lines, *(self._door.lines if self._door else ())])
 
-    async def __call__(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Answers a request over HTTP, which Serve's proxy passes on only where the port is open."""
         if self._door is None:
             return refusal(HttpError(501, "the engine of this application does not speak OpenAI's protocol"))

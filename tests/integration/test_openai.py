@@ -313,7 +313,7 @@ async def test_a_client_that_leaves_ends_its_requests(quartet: Quartet, client: 
     asking = [asyncio.create_task(client.completions.create(model="", **long)) for _ in range(6)]
 
     async def working() -> bool:
-        assert not any(each.done() for each in asking)
+        assert [each.exception() for each in asking if each.done()] == []
         return (await quartet.services.rollout.info(30)).running > 0
 
     await eventually(working, 30)
@@ -336,6 +336,13 @@ async def test_tokens_of_prompts_are_told(quartet: Quartet) -> None:
     wrong: list[Any] = [{}, {"tokens": "w5"}, {"tokens": [ROWS]}, {"tokens": {"a": 1}}]
     for body in wrong:
         assert (await asked(quartet, "/detokenize", body)).status == 400
+
+
+async def test_an_answer_that_is_larger_than_a_message_of_grpc_arrives(quartet: Quartet) -> None:
+    words = 500_000
+    told = await asked(quartet, "/tokenize", {"prompt": "w10 " * words, "return_token_strs": True})
+    assert told.json["tokens"] == [BOS, *([10] * words)]
+    assert len(told.body) > 4 << 20
 
 
 async def test_tokens_in_and_out_are_those_of_grpc(quartet: Quartet) -> None:

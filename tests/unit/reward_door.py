@@ -171,11 +171,11 @@ async def reward_door(scorers: Scorers, port: Port = OPEN, prefix: str = "/{}") 
     hub: Any = scorers
     door = Door(hub)
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await door.answer()(scope, receive, send)
+    async def answer(_: Any) -> Any:
+        return door.answer()
 
     async with http_door(port, {"reward": "Reward"}, prefix=prefix) as (number, behind):
-        behind.app = app
+        behind.door = answer
         yield number
 
 

@@ -19,6 +19,7 @@ from quartet.serving.door.http_server import LARGEST_HEADERS
 from quartet.serving.door.json_bounds import check_bounds
 from quartet.serving.door.log_lines import Refusals
 from quartet.serving.door.open_calls import OpenCalls
+from quartet.serving.door.to_replica import ToReplica
 from quartet.wire.callers import PURPOSE, RUN
 from quartet.wire.errors import PermissionDenied, ServiceError, Unauthenticated
 from quartet.wire.http_errors import HttpError, http_error
@@ -27,7 +28,6 @@ log = logging.getLogger("quartet")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 ROUTES: Mapping[str, Mapping[str, str]] = {
     "Rollout": {
@@ -99,6 +99,10 @@ class _Refused(Exception):
         self.answer = answer
 
 
+class _GivenUp(Exception):
+    """A caller does not read its answer."""
+
+
 class _Asked(NamedTuple):
     """A request whose caller may make it."""
 
@@ -126,8 +130,7 @@ class HttpGuard:
             connections: those of this port.
             calls: those that are open at the ports of this process.
         """
-        self._app: App = app
-        self._find = route_of(app)
+        self._find, self._replicas = route_of(app), ToReplica(app)
         self._gate, self._connections, self._open = gate, connections, calls
         self._refusals, self._keys = Refusals(), SessionKeys()
 
@@ -136,7 +139,7 @@ class HttpGuard:
         if scope["type"] != "http":
             return
         reply, incoming = _Reply(send, self._gate.limits.unread_s), _Incoming(receive)
-        with ExitStack() as held:
+        with suppress(_GivenUp), ExitStack() as held:
             try:
                 headers = _read(scope)
                 asked = self._admitted(scope, headers, held)
@@ -146,12 +149,12 @@ class HttpGuard:
                 await reply.refuse(error.answer if isinstance(error, _Refused) else http_error(error))
                 return
             try:
-                await self._app(_scope(scope, asked), _received_already(body, receive, reply.given_up), reply.send)
+                await self._replicas.answer(_scope(scope, asked), body, receive, reply.send)
+            except _GivenUp:
+                self._connections.close(asked.peer)
+                raise
             except Exception as error:
                 log.error("%s failed in the proxy", asked.route, exc_info=error)
-            if reply.given_up.is_set():
-                self._connections.close(asked.peer)
-                return
             await reply.end()
 
     def _admitted(self, scope: Message, headers: Mapping[str, str], held: ExitStack) -> _Asked:
@@ -301,26 +304,6 @@ def _scope(scope: Message, asked: _Asked) -> Message:
     return {**scope, "headers": [*kept, *added], "query_string": b""}
 
 
-def _received_already(body: bytes, receive: Receive, given_up: asyncio.Event) -> Receive:
-    """Gives the body, and then what else comes: that the caller has left, or was given up."""
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        coming, ending = asyncio.ensure_future(receive()), asyncio.ensure_future(given_up.wait())
-        try:
-            await asyncio.wait((coming, ending), return_when=asyncio.FIRST_COMPLETED)
-            return coming.result() if coming.done() else {"type": "http.disconnect"}
-        finally:
-            coming.cancel()
-            ending.cancel()
-
-    return again
-
-
 @contextmanager
 def _counted(end: Callable[[object], None]) -> Iterator[None]:
     """Context in which something that OpenCalls gave counts."""
@@ -331,7 +314,7 @@ def _counted(end: Callable[[object], None]) -> Iterator[None]:
 
 
 class _Reply:
-    """The answer to one request, in which errors of Serve are replaced: they hold addresses, paths and traces."""
+    """The answer to one request, in which errors of libraries are replaced: they hold addresses, paths and traces."""
 
     def __init__(self, send: Send, unread_s: float) -> None:
         """
@@ -341,19 +324,16 @@ class _Reply:
         """
         self._to_caller, self._unread_s = send, unread_s
         self._started = self._over = self._hidden = self._events = False
-        self.given_up = asyncio.Event()
 
     async def _send(self, message: Message) -> None:
-        if self.given_up.is_set():
-            return
         try:
             async with asyncio.timeout(self._unread_s):
                 await self._to_caller(message)
         except TimeoutError:
-            self.given_up.set()
+            raise _GivenUp from None
 
     async def send(self, message: Message) -> None:
-        """Passes on a message of a replica; drops those of Serve itself, in whose place `end` answers."""
+        """Passes on a message; drops those of an error that is not JSON, in whose place `end` answers."""
         if message["type"] == "http.response.start":
             kind = dict(message["headers"]).get(b"content-type", b"").partition(b";")[0]
             self._events = kind == b"text/event-stream"

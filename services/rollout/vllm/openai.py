@@ -7,7 +7,7 @@ calls over gRPC, and adds to each answer the versions of the weights that sample
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from copy import copy
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -47,7 +46,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from quartet.config.base import ConfigError
 from quartet.seams.vllm import end_late_renders
 from quartet.serving.desk import Desk
-from quartet.serving.http import refusal
+from quartet.serving.http import Streamed, refusal
 from quartet.serving.share import Share
 from quartet.serving.slots import Running
 from quartet.trajectory import Segment
@@ -182,7 +181,7 @@ class VLLMCompletions:
             if isinstance(reply, Response):
                 await self._close(call)
                 return reply
-            return _Streamed(partial(self._close, call), reply)
+            return Streamed(reply, partial(self._close, call))
         except TimeoutError:
             await self._close(call)
             raise InvalidArgument(LATE) from None
@@ -646,19 +645,3 @@ def _event(contents: Mapping[str, Any]) -> bytes:
 def _number_of(reply: Mapping[str, Any]) -> str:
     """Number of an answer, by which its reward is set."""
     return str(reply.get("id") or reply.get("request_id") or "")
-
-
-class _Streamed(StreamingResponse):
-    """A stream that ends its call when it ends, or its caller leaves."""
-
-    def __init__(self, close: Callable[[], Awaitable[None]], texts: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(texts, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._close, self._texts = close, texts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream."""
-        try:
-            async with aclosing(self._texts):
-                await super().__call__(scope, receive, send)
-        finally:
-            await self._close()

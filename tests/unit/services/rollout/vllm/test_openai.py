@@ -5,6 +5,7 @@ import json
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from protos import rollout_pb2 as pb
 from quartet.config.base import ConfigError
 from quartet.config.limits import LimitsConfig
 from quartet.serving.admission import Admission
+from quartet.serving.http import HttpMixin
 from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
 from quartet.wire.callers import Purpose
@@ -128,19 +130,16 @@ class Replica:
 async def heard(response: Response, leave: Callable[[bytes], bool] = lambda body: False) -> Answer:
     """Sends a response to a client, which may leave by what it has got."""
     got = bytearray()
-    left = asyncio.Event()
 
-    async def receive() -> Any:
-        await left.wait()
-        return {"type": "http.disconnect"}
+    async def answer(_: Any) -> Response:
+        return response
 
-    async def send(message: Any) -> None:
-        got.extend(message.get("body", b""))
-        if leave(bytes(got)):
-            left.set()
-            await asyncio.sleep(0.01)
-
-    await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    replica: Any = SimpleNamespace(answer=answer)
+    async with aclosing(HttpMixin.http(replica, "/", "/", b"", "POST", [])) as parts:
+        async for part in parts:
+            got += part[-1] if isinstance(part, tuple) else part
+            if leave(bytes(got)):
+                break
     return Answer(response.status_code, dict(response.headers), bytes(got))
 
 
