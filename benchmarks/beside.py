@@ -1,21 +1,25 @@
 """Seconds of a run's step while a chat client and an evaluation ask the model in training, over those of alone.
 
-    python -m benchmarks.beside [--case demo] [--rounds 8] [--steps 4] [--client chat --client evaluation]
+    python -m benchmarks.beside [--case demo] [--rounds 4] [--steps 4] [--client chat --client evaluation]
 
 One `quartet train` by the file that `quartet init` writes, at lock-step. Windows of steps alone and windows of steps
 with clients at its door take turns, so that a machine that changes speed changes both; the step in which clients come
-or go is left out. Each window with clients is compared with the two beside it.
+or go is left out. Each window with clients is compared with the two beside it. In every other one the clients are
+foreign, as they are by themselves, and in the others they say that they are an evaluation of the run, which
+`foreign_share` does not limit.
 
 `chat` streams an answer as long as the run's responses, and asks again two seconds after its end, as a person who
 reads and writes does. `evaluation` asks as lm-evaluation-harness's `local-completions` does by its defaults: for the
 log-probs of a text of token ids, one request after the other without a pause; `--evaluations` has so many at a time,
 as its `num_concurrent` does.
 
-Both clients are this process, whose processor time is told apart from that of the run with all of its services.
+Both clients are this process, whose processor time is told apart from that of the run with all of its services, and
+from that of all other work on the machine, which should be little.
 """
 
 import asyncio
 import json
+import os
 import random
 import signal
 import sys
@@ -37,9 +41,12 @@ from benchmarks.figures import keep
 from benchmarks.vs_trl.cases import CASES, Case
 from benchmarks.vs_trl.sides import STAGES, Quartet, configured
 from orchestrator.deployment.listeners import free_ports
+from quartet.wire.callers import PURPOSE, Purpose
 
 console = Console()
 CHAT, EVALUATION = "chat", "evaluation"
+PURPOSES = (Purpose.FOREIGN, Purpose.EVALUATION)
+"""Purposes of the clients, in turns."""
 WARM_UP = 3
 """First steps, which are left out."""
 PAUSE_S, LOOK_S = 2.0, 0.02
@@ -58,6 +65,8 @@ class Answers:
     first_s: list[float] = field(default_factory=list)
     """Seconds to the first byte of each answer."""
     refused: int = 0
+    seconds: float = 0.0
+    """Time for which it asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +74,14 @@ class Window:
     """Steps alone, or beside clients."""
 
     steps: range
-    seconds: float
+    purpose: Purpose
+    """Purpose of the clients; training for none."""
     theirs_s: float
     """Processor time of the run and its services."""
     ours_s: float
     """Processor time of the clients."""
+    all_s: float
+    """Processor time of the machine."""
 
 
 class Clients:
@@ -79,19 +91,17 @@ class Clients:
         self._case, self._address, self._token = case, address, token
         self._kinds = [kind for kind in kinds for _ in range(evaluations if kind == EVALUATION else 1)]
         self._draw = random.Random(0)
-        self.answers = {kind: Answers() for kind in kinds}
-        self.seconds = 0.0
-        """Time for which they have asked."""
+        self.answers = {(purpose, kind): Answers() for purpose in PURPOSES for kind in kinds}
 
     @property
     def named(self) -> str:
         """The kinds of clients, one after the other."""
         return ", ".join(self._kinds)
 
-    async def ask(self) -> None:
+    async def ask(self, purpose: Purpose) -> None:
         """Asks until it is cancelled."""
         began = time.perf_counter()
-        headers = {"Authorization": f"Bearer {self._token.read_text()}"}
+        headers = {"Authorization": f"Bearer {self._token.read_text()}", PURPOSE: purpose.name.lower()}
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         try:
             async with (
@@ -99,59 +109,64 @@ class Clients:
                 asyncio.TaskGroup() as group,
             ):
                 for kind in self._kinds:
-                    group.create_task(self._chat(session) if kind == CHAT else self._evaluate(session))
+                    answers = self.answers[purpose, kind]
+                    asking = self._chat if kind == CHAT else self._evaluate
+                    group.create_task(asking(session, answers))
         finally:
-            self.seconds += time.perf_counter() - began
+            for (asked, _), answers in self.answers.items():
+                answers.seconds += (time.perf_counter() - began) * (asked == purpose)
 
-    async def _chat(self, session: aiohttp.ClientSession) -> None:
+    async def _chat(self, session: aiohttp.ClientSession, answers: Answers) -> None:
         case = self._case
         while True:
             body = {"prompt": self._ids(case.prompt), "max_tokens": case.response, "ignore_eos": True, "stream": True}
-            if await self._answered(session, CHAT, body, case.longest):
+            if await _answered(session, answers, body, case.longest):
                 await asyncio.sleep(PAUSE_S)
 
-    async def _evaluate(self, session: aiohttp.ClientSession) -> None:
+    async def _evaluate(self, session: aiohttp.ClientSession, answers: Answers) -> None:
         length = self._case.longest - 1
         while True:
             given = {"max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "temperature": 0}
-            await self._answered(session, EVALUATION, {"prompt": [self._ids(length)], **given}, length + 1)
-
-    async def _answered(
-        self, session: aiohttp.ClientSession, kind: str, body: dict[str, object], tokens: int
-    ) -> bool:
-        """Asks once. One that is refused waits as it is told, as lm-evaluation-harness and OpenAI's library do."""
-        answers, began = self.answers[kind], time.perf_counter()
-        async with session.post("v1/completions", json={"model": "race", **body}) as got:
-            if got.status == 429:
-                answers.refused += 1
-                await asyncio.sleep(float(got.headers.get("Retry-After", 1)))
-                return False
-            first = await got.content.readany()
-            answers.first_s.append(time.perf_counter() - began)
-            rest = await got.read()
-            assert got.status == 200, first + rest
-            assert b'"error"' not in first + rest, first + rest
-        answers.requests += 1
-        answers.tokens += tokens
-        return True
+            await _answered(session, answers, {"prompt": [self._ids(length)], **given}, length + 1)
 
     def _ids(self, count: int) -> list[int]:
         return self._draw.choices(range(4, self._case.vocabulary), k=count)
 
 
+async def _answered(session: aiohttp.ClientSession, answers: Answers, body: dict[str, object], tokens: int) -> bool:
+    """Asks once; False if it was refused, after the wait that it was told."""
+    began = time.perf_counter()
+    async with session.post("v1/completions", json={"model": "race", **body}) as got:
+        if got.status == 429:
+            answers.refused += 1
+            await asyncio.sleep(float(got.headers.get("Retry-After", 1)))
+            return False
+        first = await got.content.readany()
+        answers.first_s.append(time.perf_counter() - began)
+        rest = await got.read()
+        assert got.status == 200, first + rest
+        assert b'"error"' not in first + rest, first + rest
+    answers.requests += 1
+    answers.tokens += tokens
+    return True
+
+
 def main(
     case: Annotated[str, typer.Option(help=f"One of {', '.join(CASES)}.")] = "demo",
-    rounds: Annotated[int, typer.Option(min=1, help="windows beside clients")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="windows with clients of each purpose")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="of a window")] = 4,
     client: Annotated[list[str], typer.Option(help=f"{CHAT} or {EVALUATION}")] = [CHAT, EVALUATION],  # noqa: B006
     evaluations: Annotated[int, typer.Option(min=1, help="requests of the evaluation at a time")] = 1,
+    share: Annotated[float | None, typer.Option(help="foreign_share of the rollout service")] = None,
 ) -> None:
-    """Measures and prints the ratio."""
+    """Measures and prints the ratios."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         CASES[case].make(folder)
         raw = configured(folder, CASES[case])
+        [rollout] = (each["args"] for each in raw["applications"] if each["name"] == "rollout")
+        rollout |= {} if share is None else {"foreign_share": share}
         [port] = free_ports(1)
         raw["http_options"]["port"] = port
         raw["security"] = {**raw.get("security", {}), "http": True}
@@ -170,19 +185,21 @@ async def _windows(
     folder: Path, quartet: Quartet, clients: Clients, rounds: int, steps: int
 ) -> tuple[list[Window], list[dict[str, float]]]:
     """The windows, the first and the last of them alone, and the run's steps."""
-    count = 2 * rounds + 1
+    count = 2 * len(PURPOSES) * rounds + 1
     # Each window has a step before it that is left out.
     run = asyncio.create_task(asyncio.to_thread(quartet.updates, WARM_UP + count * (steps + 1)))
     windows = []
     for index in range(count):
         first = WARM_UP + index * (steps + 1) + 1
         await _reached(folder, first - 1, run)
-        asking = asyncio.create_task(clients.ask()) if index % 2 else None
+        purpose = PURPOSES[index // 2 % len(PURPOSES)] if index % 2 else Purpose.TRAINING
+        asking = asyncio.create_task(clients.ask(purpose)) if index % 2 else None
         await _reached(folder, first, run)
-        before = time.perf_counter(), processor_s(str(folder)), time.process_time()
+        before = processor_s(str(folder)), time.process_time(), _machine_s()
         await _reached(folder, first + steps, run)
-        after = time.perf_counter(), processor_s(str(folder)), time.process_time()
-        windows.append(Window(range(first, first + steps), *(b - a for a, b in zip(before, after, strict=True))))
+        after = processor_s(str(folder)), time.process_time(), _machine_s()
+        spent = (b - a for a, b in zip(before, after, strict=True))
+        windows.append(Window(range(first, first + steps), purpose, *spent))
         if asking:
             if asking.done():
                 await asking  # raises why
@@ -190,6 +207,12 @@ async def _windows(
             with suppress(asyncio.CancelledError):
                 await asking
     return windows, await run
+
+
+def _machine_s() -> float:
+    """Processor time of everything on this machine so far, in seconds."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 async def _reached(folder: Path, step: int, run: "asyncio.Task[list[dict[str, float]]]") -> None:
@@ -208,46 +231,41 @@ def _step(metrics: Path) -> int:
 
 
 def _tell(case: Case, windows: list[Window], lines: list[dict[str, float]], clients: Clients) -> None:
-    """Prints the ratio, the stages, and what the clients were answered and cost."""
-    step_s = [median(lines[step - 1]["step"] for step in window.steps) for window in windows]
-    ratios = [2 * step_s[at] / (step_s[at - 1] + step_s[at + 1]) for at in range(1, len(windows), 2)]
-    beside, alone = windows[1::2], windows[::2]
-    seconds = sum(window.seconds for window in beside)
-    steps = len(beside[0].steps)
-    table = Table("seconds of a step", "wall", *STAGES)
-    stages: dict[str, dict[str, float]] = {}
-    for name, some in (("alone", alone), ("beside clients", beside)):
+    """Prints the ratios, the stages, and what the clients were answered and cost."""
+    table = Table("", "wall", *STAGES, "run", "clients", "others", title="a step, and processor time, in seconds")
+    medians: dict[Purpose, dict[str, float]] = {}
+    for purpose in (Purpose.TRAINING, *PURPOSES):
+        some = [window for window in windows if window.purpose == purpose]
         rows = [lines[step - 1] for window in some for step in window.steps]
-        stages[name] = {stage: median(row[stage] for row in rows) for stage in ("step", *STAGES)}
-        table.add_row(name, *(f"{value:.3f}" for value in stages[name].values()))
-    own = case.batch * case.longest / stages["beside clients"]["step"]
+        stages = {stage: median(row[stage] for row in rows) for stage in ("step", *STAGES)}
+        medians[purpose] = stages | {
+            "run": median(window.theirs_s / len(window.steps) for window in some),
+            "clients": median(window.ours_s / len(window.steps) for window in some),
+            "others": median((w.all_s - w.theirs_s - w.ours_s) / len(w.steps) for w in some),
+        }
+        name = purpose.name.lower() if purpose in PURPOSES else "alone"
+        table.add_row(name, *(f"{value:.2f}" for value in medians[purpose].values()))
     console.print(table)
-    for kind, answers in clients.answers.items():
-        rates = [count / clients.seconds for count in (answers.requests, answers.tokens)]
+    for (purpose, kind), answers in clients.answers.items():
+        rates = [count / answers.seconds for count in (answers.requests, answers.tokens)]
         first = f"{median(answers.first_s):.3f} s, at most {max(answers.first_s):.3f}" if answers.first_s else "never"
         console.print(
-            f"{kind}: {rates[0]:.2f} requests/s, {rates[1]:.0f} tokens/s, first byte after {first}; "
-            f"{answers.refused} refused"
+            f"{purpose.name.lower()}, {kind}: {rates[0]:.2f} requests/s, {rates[1]:.0f} tokens/s, first byte after "
+            f"{first}; {answers.refused} refused"
         )
-    foreign = sum(answers.tokens for answers in clients.answers.values()) / clients.seconds
-    theirs = [median(window.theirs_s / steps for window in some) for some in (alone, beside)]
-    client_s = sum(window.ours_s for window in beside) / seconds - sum(w.ours_s for w in alone) / sum(
-        w.seconds for w in alone
-    )
-    ratio = median(ratios)
-    console.print(
-        f"processor time of a step, run and services: {theirs[0]:.3f} s alone, {theirs[1]:.3f} beside; of the "
-        f"clients: {client_s:.3f} s a second"
-    )
-    share = foreign / own
-    console.print(
-        f"foreign tokens / own tokens: {share:.3f}; further time of a step for each: {(ratio - 1) / share:.2f}"
-        if share
-        else "no foreign tokens"
-    )
-    each = ", ".join(f"{one:.3f}" for one in ratios)
-    console.print(f"a step beside clients, of alone: {ratio:.3f} (each window {each})")
-    keep(f"beside {clients.named}", {"ratio": ratio, "ratios": ratios, "stages": stages, "share": share})
+    step_s = [median(lines[step - 1]["step"] for step in window.steps) for window in windows]
+    for purpose in PURPOSES:
+        at = [index for index, window in enumerate(windows) if window.purpose == purpose]
+        ratios = [2 * step_s[index] / (step_s[index - 1] + step_s[index + 1]) for index in at]
+        foreign = sum(a.tokens / a.seconds for (asked, _), a in clients.answers.items() if asked == purpose)
+        share = foreign * medians[purpose]["step"] / (case.batch * case.longest)
+        each = ", ".join(f"{one:.3f}" for one in ratios)
+        console.print(
+            f"a step beside {purpose.name.lower()} clients, of alone: {median(ratios):.3f} (each window {each}); "
+            f"their tokens / the run's: {share:.3f}"
+        )
+        figures = {"ratio": median(ratios), "ratios": ratios, "share": share, **medians[purpose]}
+        keep(f"beside {purpose.name.lower()} {clients.named}", figures)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def configuration(policy: Path, reward: Path, prompts: Path, http: int, grpc_por
     raw: dict[str, Any] = yaml.safe_load((REPO / "deploy" / "ppo.yaml").read_text())
     raw["http_options"]["port"], raw["grpc_options"]["port"] = http, grpc_port
     rollout, scorer, reference, critic = raw["applications"]
-    rollout["args"] |= {"model": str(policy), "max_length": 128}
+    # Leases outlast the tests that claim them; the requests of others need not make way for those.
+    rollout["args"] |= {"model": str(policy), "max_length": 128, "foreign_share": 1.0}
     rollout["deployments"][0] |= fixed(2)
     scorer["args"] = {"tokenizer": str(policy), "scorer": model_scorer(reward)}
     reference["args"] |= {"model": str(policy), "limits": {"max_waiting_rows": 16_384}}

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quartet.config.limits import LimitsConfig
 from quartet.serving.fair_queue import FairQueue
+from quartet.serving.guests import Guests
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 
@@ -19,6 +20,8 @@ SURPLUS = 2
 """Training rows that may be started per slot of the engine, so that the engine always has a next row."""
 BURST = 8
 """Rows started before other tasks of the event loop get their turn."""
+LOOK_S = 1.0
+"""Longest time until it is looked again whether a run still holds the engine."""
 _ANY_NUMBER = 1 << 30
 """Tokens of a row, of which there may be any number: the engine limits them itself."""
 
@@ -77,22 +80,28 @@ class EngineSlots:
     """Starts rows as others end: training first, then evaluation, then others; callers take turns.
 
     Training may start SURPLUS rows per slot. Other purposes leave training its reserve, and a foreign caller gets no
-    more than its share: running rows are never interrupted, so room has to be kept free.
+    more than its share: running rows are never interrupted, so room has to be kept free. While a run holds the
+    engine, all foreign callers together get no more than `guests` allow.
     """
 
-    def __init__(self, count: int, limits: LimitsConfig, quantum: int) -> None:
+    def __init__(self, count: int, limits: LimitsConfig, quantum: int, guests: Guests | None = None) -> None:
         """
         Args:
             count: slots, the rows that the engine processes at a time.
             limits: the shares of the slots.
             quantum: tokens added to a caller's credit in each round; at least the longest row's.
+            guests: the foreign callers' part of the engine; None for no limit.
         """
+        self._count = count
+        self._guests = guests or Guests(1.0, lambda: False)
         self._most = {purpose: max(int((1 - limits.training_reserve) * count), 1) for purpose in Purpose}
         self._most[Purpose.TRAINING] = SURPLUS * count
         self._each = max(int(limits.caller_share * count), 1)
         self._queue: FairQueue[Running[object]] = FairQueue(quantum)
         self._running: Counter[Share] = Counter()
         self._filling: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Looks again for guests whose time has come."""
 
     def enter(
         self, share: Share, costs: NDArray[np.int32], start: Callable[[int], Awaitable[Answer]]
@@ -128,22 +137,40 @@ class EngineSlots:
                     await asyncio.sleep(0)
         finally:
             self._filling = None
+        if self._queue and self._timer is None and (wait_s := self._guests.wait_s):
+            self._timer = asyncio.get_running_loop().call_later(min(wait_s, LOOK_S), self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._fill()
 
     def _open(self) -> tuple[Purpose, ...]:
         """Purposes that may start another row."""
         others = sum(count for share, count in self._running.items() if share.purpose is not Purpose.TRAINING)
         total = self._running.total()
+        guests = self._pass_time()
+        welcome = not self._guests.wait_s and guests < self._guests.most(self._count, guests, total)
         return tuple(
             purpose
             for purpose in Purpose
             if (total if purpose is Purpose.TRAINING else others) < self._most[purpose]
             and total < self._most[Purpose.TRAINING]
+            and (welcome or purpose is not Purpose.FOREIGN)
         )
+
+    def _pass_time(self) -> int:
+        """Has the guests charged for the time that has passed; returns the number of their rows."""
+        guests = sum(count for share, count in self._running.items() if share.purpose is Purpose.FOREIGN)
+        self._guests.pass_time(guests, max(guests, min(self._running.total(), self._count)))
+        return guests
 
     def _start(self, running: Running[object], rows: list[int]) -> None:
         share = running.share
         for row in rows:
             task = asyncio.ensure_future(running.start(row))
+            self._pass_time()
+            if share.purpose is Purpose.FOREIGN:
+                self._guests.begin()
             self._running[share] += 1
             task.add_done_callback(lambda _: self._end(share))
             running.begun(task)
@@ -151,6 +178,7 @@ class EngineSlots:
             self._queue.pause(share)
 
     def _end(self, share: Share) -> None:
+        self._pass_time()
         self._running[share] -= 1
         if not self._running[share]:
             del self._running[share]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from quartet.config.base import Config, Count, Dtype, ModelPath, Seconds
+from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds
 from quartet.config.functions import PATH
 from quartet.config.limits import LimitsConfig
 from services.rollout.engines import ENGINES
@@ -60,6 +60,9 @@ class RolloutConfig(Config):
     """Limits on waiting calls, and the shares of callers in them and in the engine. A row is a prompt; its tokens are
     the prompt's plus max_new_tokens. `batch_s` has no effect here: the engine's health is checked while it
     generates."""
+    foreign_share: Annotated[Fraction, Field(gt=0)] = 0.05
+    """Share of the engine's time that all callers outside of a run have together while the run holds the replica. An
+    engine with a GPU of its own is theirs while it has nothing of the run's to do. 1: no such limit."""
     seed: int = 0
     """Seed of the engine, for requests without a seed."""
     weight_backend: Literal["auto", "nccl", "gloo", "ipc", "cuda-ipc"] = "auto"

@@ -84,6 +84,11 @@ class WeightMember:
         """Name of the run that holds the replica, or held it last; empty if none ever did."""
         return run_name(self._fence.held().lease.run_id)
 
+    @property
+    def held(self) -> bool:
+        """True while a run that is alive holds the replica."""
+        return self._fence.held().left_s > 0
+
     def check(self, lease: common_pb2.Lease) -> None:
         """Returns if this is the lease that holds the replica. See Fence.check."""
         self._fence.check(lease)

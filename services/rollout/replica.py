@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import ray
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +19,7 @@ from quartet.seams.serve import answers_of_each
 from quartet.security.port import Port
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.desk import Desk
+from quartet.serving.guests import Guests
 from quartet.serving.health import HealthMixin
 from quartet.serving.http import HttpMixin, refusal
 from quartet.serving.replica_process import prepare_replica
@@ -65,13 +67,15 @@ class Rollout(HealthMixin, HttpMixin):
         prepare_replica()
         engine = self._engine = await start(config)
         self._admission = Admission(config.limits)
-        self._slots = EngineSlots(config.max_num_seqs, config.limits, quantum=engine.max_length)
         context = serve.get_replica_context()
         self._replica = str(context.replica_tag)
         # One handle is kept, since each new one makes a router that asks Serve's controller.
         self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
         self._max_phase_s = config.max_phase_s
         self._member = WeightMember(engine, self._replica, config.host)
+        gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0)
+        guests = Guests(config.foreign_share, lambda: self._member.held, gpus=gpus)
+        self._slots = EngineSlots(config.max_num_seqs, config.limits, engine.max_length, guests)
         self._pulse = Pulse(engine.answer, lambda: self._member.busy)
         self._model = describe_model(
             config.model,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quartet.config.limits import LimitsConfig
+from quartet.serving.guests import Guests
 from quartet.serving.share import Share
 from quartet.serving.slots import SURPLUS, EngineSlots, Running
 from quartet.wire.callers import Purpose
@@ -123,3 +124,41 @@ async def test_silence_is_an_empty_answer(engine: Engine, slots: EngineSlots) ->
     assert await running.finished(0.01) == []
     assert running.left == 1
     await running.close()
+
+
+async def test_a_run_that_holds_the_engine_is_not_kept_waiting_by_guests(engine: Engine) -> None:
+    """One of 8 slots, and then none until the time that the row took is made up for."""
+    now, held = [0.0], [True]
+    guests = Guests(0.1, lambda: held[0], gpus=0.5, clock=lambda: now[0])
+    slots = EngineSlots(8, LimitsConfig(), 4, guests)
+    foreign = engine.call(slots, FOREIGN, 100)
+    training = engine.call(slots, RUN, 3)
+    await settled()
+    assert [engine.count(name) for name in ("judge/FOREIGN", "run/TRAINING")] == [1, 3]
+    now[0] += 10
+    engine.end("judge/FOREIGN", 0)
+    await settled()
+    assert engine.count("judge/FOREIGN") == 1
+    # A quarter of 10 s was the row's, which is a tenth of 25.
+    now[0] += 16
+    engine.end("run/TRAINING", 0)
+    await settled()
+    assert engine.count("judge/FOREIGN") == 2
+    held[0] = False
+    engine.end("run/TRAINING", 1)
+    await settled()
+    assert engine.count("judge/FOREIGN") == 1 + 4
+    for running in (foreign, training):
+        await running.close()
+
+
+async def test_guests_start_by_themselves_when_their_time_has_come(engine: Engine) -> None:
+    guests = Guests(0.5, lambda: True)
+    slots = EngineSlots(8, LimitsConfig(), 4, guests)
+    while not guests.wait_s:
+        guests.begin()
+    foreign = engine.call(slots, FOREIGN, 1)
+    await settled()
+    assert engine.begun == []
+    await until(lambda: engine.begun == [("judge/FOREIGN", 0)])
+    await foreign.close()
