@@ -42,6 +42,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet.config.base import ConfigError
 from quartet.seams.vllm import end_late_renders
@@ -230,6 +231,8 @@ class VLLMCompletions:
             raise
         except TimeoutError:
             raise InvalidArgument(LATE) from None
+        except EngineDeadError:
+            raise Unavailable("the engine of this replica died; ask again") from None
         except Exception as error:
             made = create_error_response(error)
             if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -17,6 +17,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.renderers import renderer_from_config
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from protos import rollout_pb2 as pb
@@ -71,6 +72,7 @@ class Script:
     external_req_ids: dict[str, list[str]] = field(default_factory=dict)
     request_states: dict[str, Any] = field(default_factory=dict)
     errored = False
+    dead_error = EngineDeadError()
 
     def __post_init__(self) -> None:
         self.model_config = self.vllm_config.model_config
@@ -671,6 +673,16 @@ async def test_without_a_parser_tools_are_refused(talking: Replica) -> None:
     with pytest.raises(InvalidArgument, match="tools: this application has no tool_parser"):
         await talking.ask(CHAT, messages=[USER], tools=[TOOL], max_tokens=1)
     assert (await talking.ask(CHAT, messages=[USER], tools=[TOOL], tool_choice="none", max_tokens=1)).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_dead_engine_is_an_answer_that_says_to_ask_again(talking: Replica, stream: bool) -> None:
+    talking.llm.errored = True
+    prompts: Any = {CHAT: {"messages": [USER]}, TEXT: {"prompt": [5]}, GENERATE: {"token_ids": [5]}}
+    for path, prompt in prompts.items():
+        with pytest.raises(Unavailable, match="the engine of this replica died"):
+            await talking.ask(path, **prompt, stream=stream)
+    assert talking.admission.waiting_rows == 0
 
 
 async def test_log_probs_that_are_listed_count_as_tokens(replica: Replica) -> None:
