@@ -4,11 +4,13 @@ A request names nothing but text, tokens, tools and sampling: fields for templat
 plugins of the engine are refused, as are all that are unknown.
 """
 
-import math
+import contextlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from quartet.wire.errors import InvalidArgument
+from quartet.wire.json_bounds import MOST_ELEMENTS, check_bounds
 from quartet.wire.json_object import json_object
 from services.rollout.sample import COLDEST, HOTTEST, MOST_STOPS
 from services.rollout.sessions import LONGEST_TASK
@@ -22,6 +24,10 @@ MOST_CHOICES = 128
 """Most responses for one prompt; OpenAI's own limit."""
 MOST_TOOLS = 128
 """Most tools of one request."""
+MOST_MESSAGES = 4096
+"""Most messages of one request."""
+LONGEST_TO_TOKENIZE = 512 << 10
+"""Most bytes of a body with text to tokenise: nothing else bounds it, as the length of a model bounds a prompt."""
 LONGEST_SALT = 1024
 """Most characters of what divides the cache; vLLM's own limit."""
 MOST_VARIABLES, LONGEST_VARIABLE = 16, 256
@@ -107,6 +113,8 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     Raises:
         InvalidArgument: it is not; names the first field that is wrong and what would be right.
     """
+    if path == "/tokenize" and len(body) > LONGEST_TO_TOKENIZE:
+        raise InvalidArgument(f"the body has more than {LONGEST_TO_TOKENIZE} bytes; send the text in parts")
     given = {name: value for name, value in json_object(body).items() if value is not None}
     _check_names(given, FIELDS[path], path)
     _check_numbers(given)
@@ -208,7 +216,7 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
 
 def _check_number(name: str, value: Any, least: float, most: float, *, whole: bool) -> None:
     right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if right and (whole or math.isfinite(value)) and least <= value <= most:
+    if right and least <= value <= most:
         return
     kind = "a whole number" if whole else "a number"
     should = f"be {least}" if least == most else f"be {kind} from {least:g} to {most:g}"
@@ -265,6 +273,9 @@ def _check_messages(messages: Any, most: int) -> None:
     """Messages hold text, calls of tools and tokens alone, so that none can name an address or a file."""
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise InvalidArgument("messages: should be a list of objects with `role` and `content`")
+    if len(messages) > MOST_MESSAGES:
+        raise InvalidArgument(f"messages: {len(messages)}; may be {MOST_MESSAGES} at most")
+    elements = 0
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         for name, value in message.items():
@@ -274,7 +285,9 @@ def _check_messages(messages: Any, most: int) -> None:
                 known = ", ".join(sorted(_MESSAGE_FIELDS))
                 raise InvalidArgument(f"{where}.{name[:64]}: not a field here; known: {known}")
             if name == "tool_calls":
-                _check_calls(value, where)
+                elements += _check_calls(value, where)
+                if elements > MOST_ELEMENTS:
+                    raise InvalidArgument(f"{where}.tool_calls: more than {MOST_ELEMENTS} elements up to here")
             elif name in TOKEN_FIELDS:
                 _check_own_tokens(message, name, f"{where}.{name}", most)
             elif name != "content" and not isinstance(value, str):
@@ -287,9 +300,11 @@ def _check_messages(messages: Any, most: int) -> None:
             raise InvalidArgument(f'{where}.content: should be a text, or {{"type": "text"}} parts')
 
 
-def _check_calls(calls: Any, where: str) -> None:
+def _check_calls(calls: Any, where: str) -> int:
+    """Returns the number of elements in the arguments, which are JSON that vLLM parses."""
     if not isinstance(calls, list) or len(calls) > MOST_TOOLS:
         raise InvalidArgument(f"{where}.tool_calls: should be a list of {MOST_TOOLS} calls at most")
+    elements = 0
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         right = (
@@ -302,6 +317,23 @@ def _check_calls(calls: Any, where: str) -> None:
                 f'{where}.tool_calls[{index}]: should be {{"id": ..., "type": "function", "function": {{"name": ..., '
                 '"arguments": ...}}, with texts'
             )
+        elements += _check_arguments(function["arguments"], f"{where}.tool_calls[{index}].function.arguments")
+    return elements
+
+
+def _check_arguments(text: str, where: str) -> int:
+    """Text that is not JSON is vLLM's to judge: it reads an empty object where a model wrote such."""
+    try:
+        elements = check_bounds(text.encode())
+        with contextlib.suppress(json.JSONDecodeError):
+            json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{where}: half of a surrogate pair, which is no character") from None
+    except ValueError as error:  # a number with too many digits, which vLLM cannot read either
+        raise InvalidArgument(f"{where}: {str(error)[:200]}") from None
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{where}: {str(error).replace('the body', 'the text')}") from None
+    return elements
 
 
 def _check_own_tokens(message: Mapping[str, Any], name: str, where: str, most: int) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from quartet.seams.serve import route_of
@@ -16,13 +17,14 @@ from quartet.security.port import on_loopback
 from quartet.security.session_key import SESSION, SessionKeys, new_session
 from quartet.serving.door.connections import Connections, spelled
 from quartet.serving.door.http_server import LARGEST_HEADERS
-from quartet.serving.door.json_bounds import check_bounds
 from quartet.serving.door.log_lines import Refusals
 from quartet.serving.door.open_calls import OpenCalls
 from quartet.serving.door.to_replica import ToReplica
+from quartet.serving.in_turn import InTurn
 from quartet.wire.callers import PURPOSE, RUN
 from quartet.wire.errors import PermissionDenied, ServiceError, Unauthenticated
 from quartet.wire.http_errors import HttpError, http_error
+from quartet.wire.json_bounds import check_bounds
 
 log = logging.getLogger("quartet")
 Message = MutableMapping[str, Any]
@@ -84,6 +86,8 @@ _TOKEN_ADVICE = (
     "send `Authorization: Bearer` with a token that the policy names; `quartet up` writes yours to "
     ".quartet/access/token"
 )
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(?::[0-9]{1,5})?")
+"""A name or an address, and a port."""
 _DISCARDED, _DISCARD_S = 4 << 20, 1.0
 """Most bytes of a refused request's body that are read and thrown away, and the longest wait for them."""
 _COUNTED = 4 << 10
@@ -132,7 +136,7 @@ class HttpGuard:
         """
         self._find, self._replicas = route_of(app), ToReplica(app)
         self._gate, self._connections, self._open = gate, connections, calls
-        self._refusals, self._keys = Refusals(), SessionKeys()
+        self._refusals, self._keys, self._checking = Refusals(), SessionKeys(), InTurn()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answers one request; leaves what is not one, such as a WebSocket."""
@@ -220,7 +224,7 @@ class HttpGuard:
                 )
         except TimeoutError:
             raise _Refused(HttpError(408, f"no whole body arrived within {seconds:g} s; send it at once")) from None
-        check_bounds(body)
+        await self._checking.do(partial(check_bounds, body), len(body))
         return body
 
 
@@ -242,8 +246,8 @@ def _check_not_a_browser(headers: Mapping[str, str]) -> None:
     if "origin" in headers:
         raise _Refused(HttpError(403, "requests of web pages (header `origin`) are not answered"))
     host = headers.get("host", "")
-    name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
-    if not on_loopback(name):
+    parts = _HOST.fullmatch(host.lower())
+    if not (parts and on_loopback(parts[1])):
         raise _Refused(HttpError(403, f"host: {host[:64]!r}; must be 127.0.0.1 or localhost"))
 
 

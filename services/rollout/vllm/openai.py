@@ -48,6 +48,7 @@ from quartet.config.base import ConfigError
 from quartet.seams.vllm import end_late_renders
 from quartet.serving.desk import Desk
 from quartet.serving.http import Streamed, refusal
+from quartet.serving.in_turn import InTurn
 from quartet.serving.share import Share
 from quartet.serving.slots import Running
 from quartet.trajectory import Segment
@@ -87,6 +88,7 @@ class VLLMCompletions:
         engine: Any = served.engine
         self._requests: Requests = engine.requests
         self._desk, self._calls_tools = Desk(config.limits), config.tool_parser is not None
+        self._reading = InTurn()
         llm: AsyncLLM = engine.llm
         self._renderer = llm.renderer
         end_late_renders(llm.renderer)
@@ -142,7 +144,7 @@ class VLLMCompletions:
     async def answer(self, path: str, body: bytes, share: Share, session: OpenSession | None) -> Response:
         """Answers a request. See Completions.answer."""
         kind, create = self._routes[path]
-        given = read(body, path)
+        given = await self._reading.do(partial(read, body, path), len(body))
         if kind is TokenizeCompletionRequest and "messages" in given:
             kind = TokenizeChatRequest
         for token in given.get("tokens", ()):
@@ -158,7 +160,7 @@ class VLLMCompletions:
         call = _Call(self._served, self._requests, share, version)
         begun = carried(given.get("messages", ()))
         if session is not None and path in _SAMPLES:
-            # In a thread, as there may be 65,000 messages.
+            # In a thread, as there may be thousands of messages.
             known = await asyncio.to_thread(digests, given) if path == _CHAT else []
             found, temperature = await session.begun(known)
             given = check_of_session(given, temperature)

@@ -21,6 +21,7 @@ from quartet.wire.errors import InvalidArgument
 from services.rollout.openai_fields import (
     FIELDS,
     GENERATE,
+    LONGEST_TO_TOKENIZE,
     NO_VARIABLES,
     SAMPLING_FIELDS,
     check_of_session,
@@ -118,6 +119,8 @@ def test_tokens_are_asked_for_by_text_or_messages() -> None:
         ({"temperature": -1}, "temperature: -1; should be a number from 0 to 2"),
         ({"temperature": "1"}, "temperature: a str; should be a number from 0 to 2"),
         ({"temperature": True}, "temperature: a bool; should be"),
+        *(({name: 10**400}, f"{name}: 1000") for name in ("temperature", "top_p", "presence_penalty", "logprobs")),
+        ({"frequency_penalty": -(10**400)}, "frequency_penalty: -1000"),
         ({"top_p": 0}, "top_p: 0; should be above 0 and at most 1"),
         ({"top_p": [1]}, "top_p: a list; should be"),
         ({"temperature": 0.009}, "temperature: 0.009; should be 0 or from 0.01 to 2"),
@@ -210,6 +213,49 @@ def test_messages_of_text_and_of_a_clients_own_answers_are_taken() -> None:
     found = {"role": "tool", "content": "w7", "tool_call_id": "c"}
     given = {"messages": [MESSAGE, parts, answer, calls, found, {"role": "assistant", "tool_calls": []}]}
     assert read(json.dumps(given).encode(), CHAT) == given
+
+
+ARGUMENTS = "messages[0].tool_calls[0].function.arguments: "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("[" * 20_000 + "]" * 20_000, f"{ARGUMENTS}the text's lists and objects are more than 32 levels deep"),
+        ("[" + "0," * 200_000 + "0]", f"{ARGUMENTS}the text has more than 131072 elements"),
+        ('{"a": "\\ud800"}', f"{ARGUMENTS}half of a surrogate pair"),
+        ("9" * 5000, f"{ARGUMENTS}Exceeds the limit"),
+    ],
+    ids=["deep", "many", "half", "digits"],
+)
+def test_arguments_of_calls_are_bounded_as_bodies_are(arguments: str, message: str) -> None:
+    assert refused({"messages": calling([arguments])}, CHAT).startswith(message)
+
+
+def calling(arguments: list[str]) -> list[dict[str, Any]]:
+    """A message with a call for each of the arguments."""
+    return [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "a", "arguments": each}}],
+        }
+        for each in arguments
+    ]
+
+
+def test_arguments_of_all_calls_together_are_bounded() -> None:
+    half = "[" + "0," * 70_000 + "0]"
+    assert read(json.dumps({"messages": calling([half, "{}", "no {JSON", ""])}).encode(), CHAT)
+    told = refused({"messages": calling([half, half])}, CHAT)
+    assert told == "messages[1].tool_calls: more than 131072 elements up to here"
+
+
+def test_messages_and_what_is_only_tokenised_are_bounded() -> None:
+    assert refused({"messages": [MESSAGE] * 4097}, CHAT) == "messages: 4097; may be 4096 at most"
+    assert read(json.dumps({"messages": [MESSAGE] * 4096}).encode(), CHAT)
+    told = refused({"prompt": "a" * LONGEST_TO_TOKENIZE}, "/tokenize")
+    assert told == "the body has more than 524288 bytes; send the text in parts"
+    assert read(json.dumps({"prompt": "a" * (LONGEST_TO_TOKENIZE - 20)}).encode(), "/tokenize")
 
 
 @pytest.mark.parametrize(

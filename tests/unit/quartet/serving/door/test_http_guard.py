@@ -24,8 +24,8 @@ from quartet.security.port import Port
 from quartet.serving import proxy
 from quartet.serving.door import http_guard
 from quartet.serving.door.http_guard import ROUTES
-from quartet.serving.door.json_bounds import DEEPEST, MOST_ELEMENTS
 from quartet.serving.door.open_calls import OpenCalls
+from quartet.wire.json_bounds import DEEPEST, MOST_ELEMENTS, MOST_STRINGS
 from tests.http_requests import JSON, Answer, ask, bearer
 from tests.unit.front_door import CALLERS
 from tests.unit.http_door import Replicas, Send, http_door
@@ -208,7 +208,8 @@ async def test_a_scorer_may_be_named_by_the_address_which_the_replica_reads(keys
 
 async def test_web_pages_are_strangers_also_under_another_name() -> None:
     async with http_door(OPEN) as (port, replicas):
-        for host in ("evil.example", f"evil.example:{port}", "10.0.0.5", "", "127.0.0.1.evil.example", "[::2]"):
+        wrong = ("evil.example", f"evil.example:{port}", "10.0.0.5", "", "127.0.0.1.evil.example", "[::2]")
+        for host in (*wrong, "localhost:80@evil.example", "[::1", "localhost:a"):
             assert (await ask(port, COMPLETIONS, {}, host=host)).status == 403
         for origin in ("https://evil.example", "null", f"http://127.0.0.1:{port}"):
             for method in ("POST", "OPTIONS", "DELETE"):
@@ -218,7 +219,7 @@ async def test_web_pages_are_strangers_also_under_another_name() -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
             assert (await ask(port, COMPLETIONS, b"{}", ("Content-Type", kind))).status == 415
         assert replicas.seen == []
-        for host in (f"localhost:{port}", "127.0.0.1", f"[::1]:{port}"):
+        for host in (f"localhost:{port}", f"LOCALHOST:{port}", "127.0.0.1", f"[::1]:{port}"):
             assert (await ask(port, COMPLETIONS, {}, host=host)).status == 200
 
 
@@ -276,6 +277,10 @@ STRING = json.dumps("[{," * 100_000).encode()
         (b'"' + b"\\" * 1_000_000, 200),
         (b'"' + b'\\"' * 1_000_000, 200),
         (b"]" * 1_000_000, 400),
+        (b'""' * MOST_STRINGS, 200),
+        (b'""' * (MOST_STRINGS + 1), 400),
+        (b'"\\\\"' * (MOST_STRINGS + 1), 400),
+        (b'"\\\\\\""' * MOST_STRINGS, 200),
         (b"", 200),
     ],
     ids=[
@@ -292,6 +297,10 @@ STRING = json.dumps("[{," * 100_000).encode()
         "open",
         "open-quotes",
         "closing",
+        "texts",
+        "too-many-texts",
+        "too-many-backslashes",
+        "quotes-in-texts",
         "none",
     ],
 )
