@@ -14,7 +14,7 @@ class InTurn:
     """Has each piece of work wait for those before it, and the event loop answer others between two pieces.
 
     A hundred requests whose bodies end at the same moment would otherwise be read one after the other without a
-    pause, which for 2 MiB each takes seconds in which nobody is answered, health checks among them.
+    pause, which for 2 MiB each takes seconds in which no other request is answered, not even a health check.
     """
 
     def __init__(self) -> None:

@@ -306,7 +306,7 @@ def _check_calls(calls: Any, where: str) -> int:
         raise InvalidArgument(f"{where}.tool_calls: should be a list of {MOST_TOOLS} calls at most")
     elements = 0
     for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
+        function: Any = call.get("function") if isinstance(call, dict) else None
         right = (
             isinstance(function, dict)
             and function.keys() == {"name", "arguments"}
