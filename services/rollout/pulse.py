@@ -9,6 +9,9 @@ from quartet.wire.errors import Unavailable
 STILL_S = 6.0
 """Seconds after which an engine that has not answered counts as one that stands still. It answers between two of its
 steps, so that it is longer where steps are."""
+BEAT_S = 2.5
+"""Most seconds between two beats that count as the engine's. Where more pass, this process's own event loop was busy,
+and could not have read an answer; or no call waited."""
 FACTOR = 3.0
 """Multiple of the slowest of the last answers that an engine gets at least. A step that is as long as no other before
 ends the calls once; the next ones have its length to go by, and do not end in it again."""
@@ -35,7 +38,7 @@ class Pulse:
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._ask, self._busy, self._still_s = ask, busy, still_s
         self._question: asyncio.Future[None] | None = None
-        self._since = 0.0
+        self._since = self._beat = 0.0
 
     def beat(self) -> None:
         """Asks again if the last question was answered.
@@ -51,6 +54,9 @@ class Pulse:
             self._question.add_done_callback(self._answered)
         elif self._busy():
             self._since = now
+        else:
+            self._since += max(now - self._beat - BEAT_S, 0.0)
+        self._beat = now
         if dead or now - self._since > max(self._still_s, FACTOR * max(self._took, default=0.0)):
             raise Unavailable("the engine of this replica does not answer")
 

@@ -7,7 +7,7 @@ calls over gRPC, and adds to each answer the versions of the weights that sample
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from copy import copy
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
-from starlette.responses import JSONResponse, Response
+from pydantic_core import to_json
+from starlette.responses import Response
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -70,9 +71,13 @@ STILL_S = 2.0
 """Seconds without an output after which it is asked whether the engine still answers."""
 TOLD = frozenset({"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk_token", "model_max_length"})
 """Facts about a tokenizer that are told."""
-LISTED = 4
-"""Tokens as which a log-prob in a whole answer counts. While it is made, one takes 0.3 to 1.4 KB, and a token 0.2."""
-_BULK = f"prompt and max_tokens, with {LISTED} tokens for each log-prob beside a token"
+MOST_LISTED = 1 << 17
+"""Most log-probs that an answer may list. Each takes some 10 microseconds of the process that serves all callers of
+the replica, and up to 1.4 KB until the answer is sent."""
+_AT_ONCE = 1 << 12
+"""Most tokens and log-probs of an answer that is written on the event loop, within some hundredths of a second."""
+_BYTES = 128
+"""Bytes of an answer for a log-prob that it lists."""
 LATE = "messages: the model's chat template did not render them in time; send fewer or shorter ones"
 _DONE, _CHAT = "[DONE]", "/v1/chat/completions"
 _SAMPLES = frozenset({"/v1/completions", _CHAT, GENERATE})
@@ -105,15 +110,20 @@ class VLLMCompletions:
         try:
             renderer = OnlineRenderer(llm.model_config, llm.renderer, request_logger=None, **template, **parsers)
             given: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
-            chat = OpenAIServingChat(client, self._models, "assistant", **given, **template, **parsers)
+            chat: Any = OpenAIServingChat(client, self._models, "assistant", **given, **template, **parsers)
         except TypeError as error:
             names = f"tool_parser: {config.tool_parser}, reasoning_parser: {config.reasoning_parser}"
             raise ConfigError(f"rollout.args.{names}: {error}") from None
-        completion = OpenAIServingCompletion(client, self._models, **given)
-        tokens = ServingTokens(client, self._models, renderer, request_logger=None)
+        completion: Any = OpenAIServingCompletion(client, self._models, **given)
+        tokens: Any = ServingTokens(client, self._models, renderer, request_logger=None)
         # As over gRPC, and unlike `vllm serve`, what a request leaves out is not taken from generation_config.json:
         # the model is sampled as it is, which is what its log-probs are of.
         completion.default_sampling_params = chat.default_sampling_params = tokens.default_sampling_params = {}
+        # vLLM writes a whole answer on the event loop, which takes seconds for many log-probs.
+        write = "request_output_to_completion_response"
+        setattr(completion, write, partial(partial, getattr(completion, write)))
+        chat.chat_completion_full_generator = _later(chat.chat_completion_full_generator)
+        tokens.serve_tokens_full_generator = _later(tokens.serve_tokens_full_generator)
         self._tokens = ServingTokenization(
             self._models, renderer, chat_template=None, chat_template_content_format="auto"
         )
@@ -229,6 +239,8 @@ class VLLMCompletions:
         token = _CALL.set(call)
         try:
             made = await create(request, None)
+            if not isinstance(made, ErrorResponse | AsyncGenerator):
+                made = await self._written(call, partial(call.whole, made))
         except ServiceError:
             raise
         except TimeoutError:
@@ -243,10 +255,9 @@ class VLLMCompletions:
             _CALL.reset(token)
         if isinstance(made, ErrorResponse):
             return _refused(made.model_dump()["error"])
-        if not isinstance(made, AsyncGenerator):
-            reply = call.with_versions(made.model_dump())
-            await call.record(reply)
-            return JSONResponse(reply)
+        if isinstance(made, dict):
+            await call.record(made)
+            return Response(await self._written(call, partial(to_json, made)), media_type="application/json")
         call.begin()  # here, as vLLM would make an event of a refusal, and write a trace into the log
         # Errors that it finds late are the first event, where they can still become a status.
         events = _events(made, call.with_versions)
@@ -255,6 +266,36 @@ class VLLMCompletions:
             await events.aclose()
             return _refused(first["error"])
         return call.texts(first, events)
+
+    async def _written(self, call: "_Call", write: Callable[[], Any]) -> Any:
+        """Writes an answer by `write`; a long one beside the event loop and one at a time, callers taking turns."""
+        if call.size <= _AT_ONCE:
+            return write()
+        async with self._desk.turn(call.share, call.size * _BYTES):
+            return await asyncio.to_thread(write)
+
+
+def _later(write: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Callable[[], Any]]]:
+    """Divides a function of vLLM's that awaits the outputs of a request and writes the answer: awaits them, and
+    returns a function that writes it."""
+
+    async def read(request: Any, outputs: AsyncGenerator[Any, None], *more: Any, **named: Any) -> Callable[[], Any]:
+        come = [output async for output in outputs]
+
+        async def again() -> AsyncGenerator[Any, None]:
+            for output in come:
+                yield output
+
+        def answer() -> Any:
+            try:
+                write(request, again(), *more, **named).__await__().send(None)
+            except StopIteration as written:
+                return written.value
+            raise RuntimeError("vLLM waits for more than the outputs of a request")
+
+        return answer
+
+    return read
 
 
 def _prepared(given: dict[str, Any], path: str) -> dict[str, Any]:
@@ -351,14 +392,13 @@ class _Taken:
         return self.tokens + listed + len(self.prompt_ids) * (self.params.prompt_logprobs or 0)
 
     @property
-    def bulk(self) -> int:
-        """Most tokens, with LISTED for each log-prob in an answer that is made whole."""
-        if self.params.output_kind is RequestOutputKind.DELTA:
-            return self.tokens
+    def listed(self) -> int:
+        """Most log-probs that are made into one piece of an answer: all but those of a response that is streamed."""
         prompt, response = self.params.prompt_logprobs, self.params.logprobs
         listed = 0 if prompt is None else len(self.prompt_ids) * (1 + prompt)
-        listed += 0 if response is None else (self.params.max_tokens or 0) * (1 + response)
-        return self.tokens + LISTED * listed
+        if response is not None and self.params.output_kind is not RequestOutputKind.DELTA:
+            listed += (self.params.max_tokens or 0) * (1 + response)
+        return listed
 
     def keep(self, response: Any) -> None:
         """Keeps the tokens of an output, which holds all so far unless they come piece by piece."""
@@ -387,13 +427,15 @@ class _Call:
     """One call: its requests in the engine, and the versions of what they have sampled."""
 
     def __init__(self, served: Served, requests: Requests, share: Share, version: int | None) -> None:
-        self._served, self._requests, self._share, self._version = served, requests, share, version
+        self._served, self._requests, self.share, self._version = served, requests, share, version
         self._taken: list[_Taken] = []
         self._newest: int | None = None
         """Version of the newest token that was read."""
         self._running: Running[None] | None = None
         self._admitted = ExitStack()
         self._refused: ServiceError | None = None
+        self.size = 0
+        """Most tokens and listed log-probs of its answer."""
         self.turn: _Turn | None = None
         """The turn of a session that it is."""
         self.keeps = False
@@ -443,6 +485,7 @@ class _Call:
         """Queues the requests in their caller's share, once.
 
         Raises:
+            InvalidArgument: the answer would list too many log-probs.
             ResourceExhausted: they are too many, or the share is used up.
         """
         if self._refused:
@@ -450,14 +493,20 @@ class _Call:
         if self._running is None:
             longest = self._served.engine.max_length
             costs = np.asarray([min(taken.tokens, longest) for taken in self._taken], np.int32)
-            asked = self._share, len(costs), sum(taken.weight for taken in self._taken), "prompt"
+            asked = self.share, len(costs), sum(taken.weight for taken in self._taken), "prompt"
+            listed = sum(taken.listed for taken in self._taken)
+            self.size = listed + sum(taken.tokens for taken in self._taken)
             try:
-                self._served.admission.check_call("tokens", sum(taken.bulk for taken in self._taken), _BULK)
+                if listed > MOST_LISTED:
+                    raise InvalidArgument(
+                        f"logprobs: {listed} would be listed, but an answer may list {MOST_LISTED}; send fewer "
+                        "prompts in a call, or a smaller max_tokens, logprobs, top_logprobs or prompt_logprobs"
+                    )
                 self._admitted.enter_context(self._served.admission.admitted(*asked))
             except ServiceError as error:
                 self._refused = error
                 raise
-            self._running = self._served.slots.enter(self._share, costs, self._run)
+            self._running = self._served.slots.enter(self.share, costs, self._run)
 
     async def _run(self, row: int) -> None:
         """Runs a request to its end; what goes wrong is an output too."""
@@ -520,6 +569,11 @@ class _Call:
         if version != self._newest:
             came = list(self._served.engine.checksums)
             self._newest = max((version, self._newest), key=lambda each: came.index(each) if each in came else -1)
+
+    def whole(self, made: Any) -> Any:
+        """The contents of an answer of vLLM's, or of what writes it, with versions; its error as it is."""
+        answer = made() if callable(made) else made
+        return answer if isinstance(answer, ErrorResponse) else self.with_versions(answer.model_dump())
 
     def with_versions(self, reply: dict[str, Any]) -> dict[str, Any]:
         """The reply with `policy_version`, that of the newest token, the checksum of its weights and the last proof,

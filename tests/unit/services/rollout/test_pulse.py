@@ -1,6 +1,7 @@
 """A replica whose engine stands still says so, instead of telling its callers that it is busy."""
 
 import asyncio
+from typing import cast
 
 import pytest
 
@@ -8,7 +9,7 @@ from quartet.wire.errors import Unavailable
 from services.rollout.call import HEARTBEAT_S
 from services.rollout.pulse import STILL_S, Pulse
 from tests.unit.services.rollout.test_rollout_replica import FakeEngine, start
-from tests.unit.virtual_time import in_virtual_time
+from tests.unit.virtual_time import VirtualLoop, in_virtual_time
 
 NOT_ANSWERING = "the engine of this replica does not answer"
 
@@ -90,6 +91,18 @@ async def test_a_phase_of_a_push_may_take_longer_than_an_answer() -> None:
     await beats(pulse, STILL_S)
     with pytest.raises(Unavailable, match=NOT_ANSWERING):
         await beats(pulse, 2 * HEARTBEAT_S)
+
+
+@in_virtual_time
+async def test_that_this_process_was_busy_is_not_the_engines_silence() -> None:
+    asked, loop = Asked(), cast(VirtualLoop, asyncio.get_running_loop())
+    pulse, asked.frozen = asked.pulse, True
+    await beats(pulse, 2 * HEARTBEAT_S)
+    loop.now += 5 * STILL_S  # nothing could be read
+    pulse.beat()
+    pulse.beat()  # of another call
+    with pytest.raises(Unavailable, match=NOT_ANSWERING):
+        await beats(pulse, STILL_S)
 
 
 @in_virtual_time

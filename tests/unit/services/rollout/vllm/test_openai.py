@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic_core import to_json
 from starlette.responses import Response
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
@@ -37,7 +38,7 @@ from services.rollout.session_holder import OpenSession
 from services.rollout.sessions import as_json
 from services.rollout.vllm import openai as module
 from services.rollout.vllm.arguments import engine_args
-from services.rollout.vllm.openai import VLLMCompletions
+from services.rollout.vllm.openai import VLLMCompletions, _Call
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.scheduler import AT_ONCE_KEY, STREAMED_KEY
 from tests.cluster import TEMPLATE
@@ -688,14 +689,78 @@ async def test_a_dead_engine_is_an_answer_that_says_to_ask_again(talking: Replic
 async def test_log_probs_that_are_listed_count_as_tokens(replica: Replica) -> None:
     replica.admission._limits = replica.admission._limits.model_copy(update={"max_call_tokens": 60})
     assert (await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=1)).status == 200
-    with pytest.raises(ResourceExhausted, match=r"prompt and max_tokens.*: 256 tokens, but a call may hold 60"):
-        await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=20)
-    with pytest.raises(ResourceExhausted, match="prompt: 64 tokens, but a call may hold 60"):
-        await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=20, stream=True)
+    for stream in (False, True):
+        with pytest.raises(ResourceExhausted, match="prompt: 64 tokens, but a call may hold 60"):
+            await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=20, stream=stream)
 
 
-async def test_a_token_with_log_probs_is_counted_as_the_memory_that_its_answer_takes(talking: Replica) -> None:
-    """Bytes at their peak, from the engine's outputs on, of a token with and without twenty log-probs beside it."""
+async def test_an_answer_lists_log_probs_up_to_a_bound(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_LISTED", 2 * 3 * 2)
+    body: Any = {"prompt": [[5], [6]], "max_tokens": 3}
+    assert (await replica.ask(TEXT, **body, logprobs=1)).status == 200
+    assert (await replica.ask(TEXT, **body, logprobs=2, stream=True)).status == 200
+    with pytest.raises(InvalidArgument, match=r"logprobs: 18 .* may list 12; send fewer prompts in a call"):
+        await replica.ask(TEXT, **body, logprobs=2)
+    for stream in (False, True):
+        # The log-probs of a prompt come in one piece also to a stream.
+        with pytest.raises(InvalidArgument, match=r"logprobs: \d\d .* may list 12"):
+            await replica.ask(TEXT, prompt=[5] * 13, max_tokens=1, logprobs=0, echo=True, stream=stream)
+    assert replica.admission.waiting_rows == 0
+
+
+def test_a_harness_that_asks_for_the_log_probs_of_sixteen_long_prompts_is_within_the_bound() -> None:
+    likeliest, length, prompts = 1, 4096, 16
+    assert prompts * length * (1 + likeliest) <= module.MOST_LISTED
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, GENERATE])
+async def test_a_long_answer_is_written_beside_the_event_loop(
+    talking: Replica, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same answer as a short one gets, in turns of the desk."""
+    logprobs: Any = {"logprobs": True} if path == CHAT else {"logprobs": 0}
+    if path == GENERATE:
+        body: Any = {"token_ids": [5], "sampling_params": {"max_tokens": 5, **logprobs}}
+    else:
+        body = {"messages": [USER]} if path == CHAT else {"prompt": [[5], [6]], "return_token_ids": True}
+        body |= {"max_tokens": 5, **logprobs}
+    short = (await talking.ask(path, **body)).json
+    threads: list[threading.Thread] = []
+    write, turn = _Call.whole, talking.completions._desk.turn
+    sizes: list[int] = []
+
+    def noted(call: Any, made: Any) -> Any:
+        threads.append(threading.current_thread())
+        return write(call, made)
+
+    def written(reply: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return to_json(reply)
+
+    def turned(share: Share, size: int) -> Any:
+        sizes.append(size)
+        return turn(share, size)
+
+    monkeypatch.setattr(_Call, "whole", noted)
+    monkeypatch.setattr(module, "to_json", written)
+    monkeypatch.setattr(talking.completions._desk, "turn", turned)
+    await talking.ask(path, **body)
+    assert (threads, len(sizes)) == ([threading.current_thread()] * 2, 1)
+    monkeypatch.setattr(module, "_AT_ONCE", 0)
+    threads.clear()
+    sizes.clear()
+    long = (await talking.ask(path, **body)).json
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
+    assert len(sizes) == 3  # one to be read in, and two to be written
+    for one in (long, short):
+        del one["id" if path != GENERATE else "request_id"]
+        one.pop("created", None)
+    assert long == short
+
+
+async def test_the_most_log_probs_of_an_answer_fit_in_memory(talking: Replica) -> None:
+    """Bytes at their peak, from the engine's outputs on, of a token with twenty log-probs beside it."""
     size = 200
 
     async def whole(prompt: Any, params: Any, name: str) -> AsyncIterator[RequestOutput]:
@@ -710,19 +775,16 @@ async def test_a_token_with_log_probs_is_counted_as_the_memory_that_its_answer_t
         yield output
 
     talking.llm.generate = whole  # type: ignore[method-assign]
-    peaks = []
-    for more in ({}, {"logprobs": True, "top_logprobs": 20}):
-        body: Any = {"messages": [USER], "max_tokens": size, **more}
+    body: Any = {"messages": [USER], "max_tokens": size, "logprobs": True, "top_logprobs": 20}
+    await talking.ask(CHAT, **body)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
         await talking.ask(CHAT, **body)
-        tracemalloc.start()
-        try:
-            before = tracemalloc.get_traced_memory()[0]
-            await talking.ask(CHAT, **body)
-            peaks.append((tracemalloc.get_traced_memory()[1] - before) / size)
-        finally:
-            tracemalloc.stop()
-    bare, listed = peaks
-    assert listed < 4 * (1 + 21 * module.LISTED) * bare
+        each = (tracemalloc.get_traced_memory()[1] - before) / (size * 21)
+    finally:
+        tracemalloc.stop()
+    assert each * module.MOST_LISTED < 256 << 20
 
 
 async def test_a_template_without_end_keeps_no_thread_and_no_caller(
