@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,9 +21,9 @@ from quartet.trajectory import Segment, Trajectory, VersionSpans, columns_of
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
-MOST_SESSIONS, MOST_OF_ONE = 4096, 2048
-"""Most sessions at a time, in all and of one caller."""
-MOST_BYTES, MOST_OF_A_SESSION = 512 << 20, 8 << 20
+MOST_SESSIONS = 4096
+"""Most sessions at a time."""
+MOST_BYTES, MOST_OF_A_SESSION = 1 << 30, 8 << 20
 """Most bytes of all sessions' tokens, and of one's."""
 MOST_TURNS = 1024
 """Most responses of a session."""
@@ -30,6 +31,8 @@ KEPT_S = 3600.0
 """Seconds after its last call for which a session is kept."""
 PAUSE_S = 5.0
 """Pause that a caller is asked to make where there are too many."""
+LARGEST_REWARD = 1e30
+"""Largest reward of a response."""
 LONGEST_TASK = 256
 """Most characters of a task's name."""
 _EACH_TOKEN, _EACH_TURN = 8, 1024
@@ -145,7 +148,8 @@ class Sessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
-        self._bytes = 0
+        self._count, self._bytes = Counter[str](), Counter[str]()
+        """Caller -> number of its sessions, and bytes of their tokens."""
         self.forks = 0
         """Number of forks that were counted, also of sessions that are gone."""
 
@@ -169,17 +173,12 @@ class Sessions:
             if temperature not in (None, has):
                 raise InvalidArgument(f"temperature: {temperature:g}; should be {has:g}, as {name} was started with")
             return
-        own = sum(session.owner == owner for session in self._sessions.values())
-        for count, most, whose in (
-            (own, MOST_OF_ONE, f"{owner} has"),
-            (len(self._sessions), MOST_SESSIONS, "all have"),
-        ):
-            if count >= most:
-                raise ResourceExhausted(f"{whose} {count} sessions, and the most is {most}", PAUSE_S)
-        self._check_room()
+        self._check_room(owner, self._count, MOST_SESSIONS, "sessions")
+        self._check_room(owner, self._bytes, MOST_BYTES, "bytes of sessions")
         hot = 1.0 if temperature is None else temperature
         self._sessions[name] = _Session(owner, tokenizer, task, hot, self._clock())
-        self._bytes += self._sessions[name].bytes
+        self._count[owner] += 1
+        self._bytes[owner] += self._sessions[name].bytes
 
     def begun(self, owner: str, name: str, digests: Sequence[bytes], tokenizer: str) -> tuple[Begun, float]:
         """The tokens on which a request goes on by its messages, the most of which a response of the session ended;
@@ -206,7 +205,7 @@ class Sessions:
                 f"{name} has {len(session.turns)} responses and {session.bytes} bytes; the most are {MOST_TURNS} and "
                 f"{MOST_OF_A_SESSION}. End it and start another"
             )
-        self._check_room()
+        self._check_room(owner, self._bytes, MOST_BYTES, "bytes of sessions")
         places = {digest: count for count, digest in enumerate(digests, 1)}
         found = [turn for turn in session.turns if turn.digest in places]
         if not found:
@@ -254,7 +253,7 @@ class Sessions:
         start, prompt = len(sequence.ids), hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         sequence.add(Segment(prompt_ids[start:]), response)
         session.turns.append(_Turn(interaction, at, start, len(sequence.ids), prompt, digest, checksum))
-        self._bytes += session.bytes - before
+        self._bytes[owner] += session.bytes - before
         return Recorded(at, len(session.sequences) - 1)
 
     def set_reward(self, owner: str, name: str, reward: float, interaction: str) -> None:
@@ -297,7 +296,7 @@ class Sessions:
     def counts(self) -> dict[str, int]:
         """Numbers for the metrics."""
         self._forget()
-        return {"sessions": len(self._sessions), "session_bytes": self._bytes, "session_forks": self.forks}
+        return {"sessions": len(self._sessions), "session_bytes": self._bytes.total(), "session_forks": self.forks}
 
     def _of(self, owner: str, name: str) -> _Session:
         self._forget()
@@ -316,9 +315,13 @@ class Sessions:
             raise FailedPrecondition(f"{name} has ended; start another with POST /rl/start_session")
         return session
 
-    def _check_room(self) -> None:
-        if self._bytes >= MOST_BYTES:
-            raise ResourceExhausted(f"all sessions hold {self._bytes} bytes, and the most is {MOST_BYTES}", PAUSE_S)
+    def _check_room(self, owner: str, held: Counter[str], most: int, what: str) -> None:
+        """Raises ResourceExhausted if a caller, or all together, hold as much as they may. A caller alone may hold
+        half, and of n callers each an n-th of that, so that one that comes later finds room."""
+        part = most // 2 // len({owner, *self._count})
+        for has, may, whose in ((held[owner], part, f"{owner} has"), (held.total(), most, "all have")):
+            if has >= may:
+                raise ResourceExhausted(f"{whose} {has} {what}, and the most is {may}", PAUSE_S)
 
     def _forget(self) -> None:
         """Removes the sessions of which nothing was heard for too long."""
@@ -327,7 +330,11 @@ class Sessions:
             self._drop(name)
 
     def _drop(self, name: str) -> None:
-        self._bytes -= self._sessions.pop(name).bytes
+        session = self._sessions.pop(name)
+        self._count[session.owner] -= 1
+        self._bytes[session.owner] -= session.bytes
+        if not self._count[session.owner]:
+            del self._count[session.owner], self._bytes[session.owner]
 
 
 def _begins(ids: Ints, with_ids: Ints) -> bool:
@@ -448,7 +455,10 @@ def _segment(ids: Ints, told: dict[str, Any]) -> Segment:
 
 
 def check_reward(value: Any) -> float:
-    """The reward. InvalidArgument if it is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidArgument(f"reward: should be a finite number, got {str(value)[:32]!r}")
+    """The reward. InvalidArgument if it is not a number of which sums of a session's stay finite in 32 bits."""
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    if not right or not -LARGEST_REWARD <= value <= LARGEST_REWARD:
+        raise InvalidArgument(
+            f"reward: should be a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, got {str(value)[:32]!r}"
+        )
     return float(value)

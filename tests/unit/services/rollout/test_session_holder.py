@@ -31,12 +31,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> HeldSessions:
 async def test_a_refusal_asks_for_its_pause_once_and_tells_callers_over_http_nothing_else(
     held: HeldSessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "MOST_SESSIONS", 1)
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 2)
     await held.ask("start", "me", "s1", "t")
     with pytest.raises(ResourceExhausted) as full:
         await held.ask("start", "me", "s2", "t")
     assert full.value.retry_after_s == sessions.PAUSE_S
-    assert str(full.value) == "all have 1 sessions, and the most is 1 (retry after 5000 ms)"
+    assert str(full.value) == "me has 1 sessions, and the most is 1 (retry after 5000 ms)"
     assert b"retry after" not in http_error(full.value).body
 
 

@@ -12,6 +12,7 @@ from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, R
 from services.rollout import sessions as module
 from services.rollout.sessions import (
     KEPT_S,
+    MOST_TURNS,
     NOTHING,
     Sessions,
     as_json,
@@ -242,10 +243,11 @@ def test_rewards_of_responses(sessions: Sessions) -> None:
     assert ([each["reward"] for each in told["interactions"]], told["reward"]) == ([None, 1.0], None)
     with pytest.raises(InvalidArgument, match="interaction_id: 'c3' is no response"):
         sessions.set_reward(ME, S, 1.0, "c3")
-    wrong: list[Any] = [float("nan"), float("inf"), True, "1", None, []]
+    wrong: list[Any] = [float("nan"), float("inf"), True, "1", None, [], 1e31, -1e308, 10**400]
     for value in wrong:
-        with pytest.raises(InvalidArgument, match="reward: should be a finite number"):
+        with pytest.raises(InvalidArgument, match=r"reward: should be a number from -1e\+30 to 1e\+30, got "):
             check_reward(value)
+    assert np.isfinite(np.float32(MOST_TURNS * check_reward(10**30)))
 
 
 def test_what_has_ended_takes_nothing_and_keeps_its_tokens(sessions: Sessions) -> None:
@@ -298,19 +300,42 @@ def test_a_response_names_its_weights_also_where_versions_come_again(sessions: S
     assert [each["weights_checksum"] for each in told_of(sessions)["interactions"]] == ["a", "b"]
 
 
+def filled(sessions: Sessions, owner: str) -> int:
+    """Starts sessions of a caller until one is refused; their number."""
+    for number in range(100):
+        try:
+            sessions.start(owner, f"{owner}{number}", "t")
+        except ResourceExhausted:
+            return number
+    raise AssertionError("none was refused")
+
+
+@pytest.mark.parametrize(("what", "each"), [("MOST_SESSIONS", 1), ("MOST_BYTES", 1024)])
+def test_a_caller_that_fills_its_part_leaves_room_for_others(
+    monkeypatch: pytest.MonkeyPatch, what: str, each: int
+) -> None:
+    """An empty session counts as 1024 bytes."""
+    monkeypatch.setattr(module, what, 24 * each)
+    sessions = Sessions()
+    assert [filled(sessions, owner) for owner in ("a", "b", "c")] == [12, 6, 4]
+    sessions.start("d", "d", "t")
+    assert sessions.begun("d", "d", [], "t")[1] == 1.0
+    sessions.start("d", "other", "t")
+    with pytest.raises(ResourceExhausted, match=f"all have {24 * each} "):
+        sessions.start("e", "e", "t")
+    sessions.remove("a", "a0")
+    sessions.start("e", "e", "t")
+
+
 def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     sessions = Sessions(clock)
-    monkeypatch.setattr(module, "MOST_SESSIONS", 3)
-    monkeypatch.setattr(module, "MOST_OF_ONE", 2)
+    monkeypatch.setattr(module, "MOST_SESSIONS", 4)
     for name in ("s1", "s2"):
         sessions.start(ME, name, "t")
     with pytest.raises(ResourceExhausted, match="me has 2 sessions, and the most is 2") as full:
         sessions.start(ME, "s3", "t")
     assert full.value.retry_after_s
-    sessions.start("other", "s3", "t")
-    with pytest.raises(ResourceExhausted, match="all have 3 sessions"):
-        sessions.start("third", "s4", "t")
     clock.now += KEPT_S - 1
     sessions.begun(ME, "s1", [], "t")
     clock.now += 2
@@ -322,9 +347,10 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
     with pytest.raises(ResourceExhausted, match="s1 has 1 responses") as never:
         sessions.begun(ME, "s1", [], "t")
     assert never.value.retry_after_s is None
-    monkeypatch.setattr(module, "MOST_BYTES", sessions.counts["session_bytes"])
-    for refused in (lambda: sessions.start(ME, "s5", "t"), lambda: sessions.begun("other", "s3", [], "t")):
-        with pytest.raises((ResourceExhausted, NotFound)):
+    monkeypatch.setattr(module, "MOST_TURNS", 2)
+    monkeypatch.setattr(module, "MOST_BYTES", 2 * sessions.counts["session_bytes"])
+    for refused in (lambda: sessions.start(ME, "s5", "t"), lambda: sessions.begun(ME, "s1", [], "t")):
+        with pytest.raises(ResourceExhausted, match=r"me has [0-9]+ bytes of sessions, and the most is "):
             refused()
     sessions.remove(ME, "s1")
     sessions.start(ME, "s5", "t")
