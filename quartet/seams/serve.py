@@ -1,6 +1,7 @@
 """Private names of Ray Serve: its gRPC proxy has no options for an address, an interceptor or its HTTP port, a
 replica none for the address on which others reach it, and a broadcast loses all results if one is late."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -99,9 +100,10 @@ def route_of(app: Any) -> Callable[[str], tuple[str, str, str] | None]:
     return find
 
 
-def asks_over_http(app: Any) -> Callable[..., AsyncGenerator[Any, None]]:
+def asks_over_http(app: Any, taken_s: float) -> Callable[..., AsyncGenerator[Any, None]]:
     """A function that has a replica of the application at a path stream an answer by HTTP_METHOD, an asynchronous
-    generator; given the app that Serve hands a middleware.
+    generator; given the app that Serve hands a middleware, and the longest time, in seconds, until a replica has
+    taken a request. Later than that it raises TimeoutError, where Serve waits until there is a replica.
 
     The function takes the path, a request's body, and what else the method gets; the method gets the route prefix
     before these. Each part of the answer is a message of the gRPC connection between this proxy and the replica.
@@ -131,6 +133,8 @@ def asks_over_http(app: Any) -> Callable[..., AsyncGenerator[Any, None]]:
         # Serve ends a proxy that is to go when nothing is under way.
         proxy._ongoing_requests_start()
         try:
+            async with asyncio.timeout(taken_s):
+                await answer._fetch_future_result_async()
             async for part in answer:
                 yield part
         except BaseException:

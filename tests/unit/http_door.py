@@ -47,6 +47,9 @@ class Replicas:
         """Set when a caller has left."""
         self.door: Callable[[Request], Awaitable[Response]] | None = None
         """Answers in the place of all this, as a replica's door."""
+        self.there = asyncio.Event()
+        """Set while a replica is there to take requests."""
+        self.there.set()
         self.under_way = 0
         """Number of requests, as the proxy counts them."""
 
@@ -74,7 +77,8 @@ class _Handle:
     def remote(self, *given: Any) -> "_Parts":
         self.replicas.by_reference.append(self.by_reference)
         door = self.replicas.door
-        return _Parts(HttpMixin.http(SimpleNamespace(answer=door), *given) if door else self._answer(*given))
+        parts = HttpMixin.http(SimpleNamespace(answer=door), *given) if door else self._answer(*given)
+        return _Parts(parts, self.replicas.there)
 
     async def _answer(self, _prefix: str, path: str, body: bytes, _method: str, headers: Any) -> AsyncGenerator[Any]:
         """The answer of the test, by messages of ASGI."""
@@ -111,8 +115,11 @@ class _Handle:
 class _Parts:
     """The parts of an answer, as a call of a handle gives them."""
 
-    def __init__(self, parts: AsyncGenerator[Any]) -> None:
-        self._parts = parts
+    def __init__(self, parts: AsyncGenerator[Any], there: asyncio.Event) -> None:
+        self._parts, self._there = parts, there
+
+    async def _fetch_future_result_async(self) -> None:
+        await self._there.wait()
 
     def __aiter__(self) -> AsyncGenerator[Any]:
         return self._parts

@@ -22,7 +22,7 @@ from quartet.serving.door.open_calls import OpenCalls
 from quartet.serving.door.to_replica import ToReplica
 from quartet.serving.in_turn import InTurn
 from quartet.wire.callers import PURPOSE, RUN
-from quartet.wire.errors import PermissionDenied, ServiceError, Unauthenticated
+from quartet.wire.errors import PermissionDenied, ServiceError, Unauthenticated, Unavailable
 from quartet.wire.http_errors import HttpError, http_error
 from quartet.wire.json_bounds import check_bounds
 
@@ -157,6 +157,8 @@ class HttpGuard:
             except _GivenUp:
                 self._connections.close(asked.peer)
                 raise
+            except Unavailable as error:
+                await reply.refuse(http_error(error))
             except Exception as error:
                 log.error("%s failed in the proxy", asked.route, exc_info=error)
             await reply.end()

@@ -11,6 +11,10 @@ from contextlib import aclosing
 from typing import Any
 
 from quartet.seams.serve import asks_over_http
+from quartet.wire.errors import Unavailable
+
+TAKEN_S = 5.0
+"""Seconds within which a replica takes a request, if there is one."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,11 +29,11 @@ class ToReplica:
         Args:
             app: Serve's own.
         """
-        self._ask = asks_over_http(app)
+        self._ask = asks_over_http(app, TAKEN_S)
 
     async def answer(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
-        """Sends the answer to one request. Raises what kept its replica from answering, and what `send` raises; ends
-        when the caller leaves.
+        """Sends the answer to one request. Raises Unavailable if no replica takes it in time, what kept its replica
+        from answering, and what `send` raises; ends when the caller leaves.
 
         Args:
             scope: the request.
@@ -51,7 +55,10 @@ class ToReplica:
     async def _answer(self, scope: Message, body: bytes, send: Send) -> None:
         path, headers = scope["path"], [(name.decode(), value.decode()) for name, value in scope["headers"]]
         async with aclosing(self._ask(path, body, scope["method"], headers)) as parts:
-            status, sent, first = await anext(parts)
+            try:
+                status, sent, first = await anext(parts)
+            except TimeoutError:
+                raise Unavailable(f"no replica has taken the request in {TAKEN_S:g} s; ask again") from None
             await send({"type": "http.response.start", "status": status, "headers": sent})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             async for part in parts:

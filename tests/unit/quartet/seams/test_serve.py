@@ -13,7 +13,7 @@ from ray.serve._private.grpc_util import gRPCGenericServer
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 from ray.serve._private.proxy_router import ProxyRouter
 from ray.serve._private.replica import UserMethodInfo
-from ray.serve.handle import DeploymentBroadcastResponse
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentResponseGenerator
 
 from protos.reward_pb2_grpc import add_RewardServicer_to_server
 from quartet.seams import serve
@@ -70,6 +70,10 @@ async def test_services_that_were_added_are_named_and_go_to_the_new_core(server:
 
 def test_serve_names_each_replicas_answer_to_a_broadcast() -> None:
     assert asyncio.iscoroutinefunction(DeploymentBroadcastResponse._fetch_replica_results_async)
+
+
+def test_serve_tells_when_a_replica_has_taken_a_request() -> None:
+    assert asyncio.iscoroutinefunction(DeploymentResponseGenerator._fetch_future_result_async)
 
 
 @pytest.mark.parametrize("declared", [False, True])

@@ -22,13 +22,13 @@ from quartet.security.keys.folder import Keys
 from quartet.security.policy import Limits
 from quartet.security.port import Port
 from quartet.serving import proxy
-from quartet.serving.door import http_guard
+from quartet.serving.door import http_guard, to_replica
 from quartet.serving.door.http_guard import ROUTES
 from quartet.serving.door.open_calls import OpenCalls
 from quartet.wire.json_bounds import DEEPEST, MOST_ELEMENTS, MOST_STRINGS
 from tests.http_requests import JSON, Answer, ask, bearer
 from tests.unit.front_door import CALLERS
-from tests.unit.http_door import Replicas, Send, http_door
+from tests.unit.http_door import Replicas, Send, fine, http_door
 
 PATHS = ROUTES["Rollout"]
 OF_SESSION = {
@@ -491,6 +491,27 @@ async def test_faults_of_serve_become_a_plain_answer(fault: Any) -> None:
         assert (got.status, got.headers["retry-after"]) == (503, "1")
         assert got.message == "no replica could answer, or the one that answered has died; ask again"
         assert b"secret" not in got.body
+
+
+async def test_a_request_that_no_replica_takes_is_answered_and_one_that_takes_long_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def slow(send: Send) -> None:
+        await asyncio.sleep(5 * to_replica.TAKEN_S)
+        await fine(send)
+
+    monkeypatch.setattr(to_replica, "TAKEN_S", 0.2)
+    async with http_door(OPEN) as (port, replicas):
+        replicas.answer = slow
+        replicas.there.clear()
+        for path, body in ((COMPLETIONS, {}), ("/rollout/health", None)):
+            got = await asyncio.wait_for(ask(port, path, body), 60)
+            assert (got.status, got.headers["retry-after"]) == (503, "1")
+            assert got.message.startswith("no replica has taken the request")
+        assert replicas.seen == []
+        assert replicas.under_way == 0
+        replicas.there.set()
+        assert (await ask(port, COMPLETIONS, {})).status == 200
 
 
 async def test_a_stream_that_breaks_off_ends_with_the_reason() -> None:
