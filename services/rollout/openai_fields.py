@@ -18,6 +18,8 @@ from services.rollout.sessions import LONGEST_TASK
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 MOST_STOP_TEXTS, LONGEST_STOP = 16, 256
 """Most stop strings of one request, and most characters of one."""
+MOST_PROMPTS = 1024
+"""Most prompts of one request; vLLM's own limit."""
 MOST_LIKELIEST = 20
 """Most likeliest tokens beside each sampled one; vLLM's own limit."""
 MOST_CHOICES = 128
@@ -121,6 +123,8 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     _check_stops(given)
     if path == GENERATE:
         given["sampling_params"] = _read_sampling(given.get("sampling_params"))
+    if len(_prompts(given)) > MOST_PROMPTS:
+        raise InvalidArgument(f"prompt: {len(given['prompt'])} prompts; may be {MOST_PROMPTS} at most")
     if "messages" in given:
         _check_messages(given["messages"], len(body))
     if "chat_template_kwargs" in given:
@@ -163,9 +167,12 @@ def _read_sampling(sampling: Any) -> dict[str, Any]:
 
 def rows_of(given: Mapping[str, Any]) -> int:
     """Number of responses that a request asks for."""
+    return len(_prompts(given)) * int(given.get("sampling_params", given).get("n", 1))
+
+
+def _prompts(given: Mapping[str, Any]) -> list[Any]:
     prompt = given.get("prompt")
-    several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-    return len(several) * int(given.get("sampling_params", given).get("n", 1))
+    return prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
 
 
 def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, Any]:

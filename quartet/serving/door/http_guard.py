@@ -173,7 +173,9 @@ class HttpGuard:
             below = below[scorer.end() :]
             if below not in ROUTES[deployment]:
                 below = _SCORE.sub("", below, count=1)
-        route = http_route(deployment, below[:64])
+        route, served = http_route(deployment, below[:64]), ROUTES.get(deployment, {})
+        known = f"below {prefix} are {', '.join(served)}" if served else "no application that has it is served here"
+        not_here = _Refused(HttpError(404, f"{path[:128]!r} is not here; {known}"))
         try:
             caller = self._caller(headers, route, application)
         except Unauthenticated as error:
@@ -181,14 +183,12 @@ class HttpGuard:
             raise _Refused(HttpError(401, f"{str(error).partition(';')[0]}; {_TOKEN_ADVICE}")) from None
         except PermissionDenied as error:
             self._refusals.note(route, peer, str(error))
+            if below not in served:
+                raise not_here from None
             raise
         self._connections.prove(peer)
-        served = ROUTES.get(deployment, {})
         if below not in served:
-            known = (
-                f"below {prefix} are {', '.join(served)}" if served else "no application that has it is served here"
-            )
-            raise _Refused(HttpError(404, f"{path[:128]!r} is not here; {known}"))
+            raise not_here
         if served[below] != method:
             raise _Refused(HttpError(405, f"{below} takes {served[below]}"))
         held.enter_context(_counted(self._open.begin(caller)))

@@ -310,8 +310,13 @@ def _prepared(given: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _parsed(kind: Any, given: dict[str, Any]) -> Any:
+    # Its class takes four texts at most that end a response; `read` has checked them by its own bound.
+    stop = given.get("stop")
     try:
-        return kind.model_validate(given)
+        request = kind.model_validate({**given, "stop": []} if stop else given)
+        if stop:
+            request.stop = stop
+        return request
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = clean_loc_for_param(first["loc"]) if first["loc"] else ""

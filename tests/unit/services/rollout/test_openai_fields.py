@@ -299,6 +299,12 @@ def test_temperatures_are_those_that_vllm_samples_at() -> None:
     assert SamplingParams(temperature=COLDEST / 2).temperature == COLDEST
 
 
+def test_prompts_are_bounded() -> None:
+    assert refused({"prompt": ["w5"] * 1025}) == "prompt: 1025 prompts; may be 1024 at most"
+    assert read(json.dumps({"prompt": [[5]] * 1024}).encode(), TEXT)
+    assert read(json.dumps({"prompt": [5] * 5000}).encode(), TEXT)
+
+
 def test_responses_are_counted_before_they_are_made() -> None:
     for given, rows in (
         *(({}, 1), ({"prompt": "w5"}, 1), ({"prompt": [5, 6]}, 1), ({"prompt": ["w5", "w6"], "n": 3}, 6)),

@@ -188,7 +188,8 @@ async def test_other_paths_methods_and_applications_are_not_served(keys: Keys) -
             *("/-/routes", "/-/healthz", "/rolloutv1/models", "/v1/models"),
             *("/rollout/v1//models", "/rollout/v1/completions/../../../critic", "/rollout/%2e%2e/critic"),
         ):
-            assert (await ask(port, path, None, mine)).status == 404, path
+            for caller in (mine, proof(keys, "client")):
+                assert (await ask(port, path, None, caller)).status == 404, path
         for path, method in ALL.items():
             for other in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"):
                 if other != method:

@@ -485,6 +485,15 @@ def talking(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Replica:
     return replica
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("stop", [["x"] * 4, [f"x{number}" for number in range(16)], "x"], ids=["4", "16", "one"])
+async def test_as_many_texts_end_a_response_as_the_bounds_allow(talking: Replica, path: str, stop: Any) -> None:
+    asked: dict[str, Any] = {"prompt": [5]} if path == TEXT else {"messages": [{"role": "user", "content": "w5"}]}
+    assert (await talking.ask(path, **asked, max_tokens=2, stop=stop)).status == 200
+    [(_, params)] = talking.llm.asked
+    assert params.stop == ([stop] if isinstance(stop, str) else stop)
+
+
 def told_of(talking: Replica) -> Any:
     return json.loads(as_json(talking.sessions.held.trajectory(ME.name, "s")))
 
