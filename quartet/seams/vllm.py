@@ -1,13 +1,16 @@
 """Private names of vLLM: the layerwise reload below its weight transfer, packed copies of weights on a CPU, spans of
-versions of responses that are not finished, the threads that render, and the registry of transfer engines.
+versions of responses that are not finished, the threads that render, the texts of tokens beside log-probs, and the
+registry of transfer engines.
 
 The classes that stand in for vLLM's own inside its engine (its scheduler, logits processors, worker extension) are in
 services/rollout/vllm.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -18,6 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.v1.engine import logprobs
 
 VERSIONS = "==0.32.*"
 
@@ -41,6 +45,24 @@ def end_late_renders(renderer: Any) -> None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
     renderer._replace_executor = replaced
+
+
+def decode_tokens_once() -> None:
+    """Has vLLM decode a token's text for its first log-prob only. It would for each, on the event loop, which takes
+    longer than all else that it does with log-probs."""
+    decode = logprobs.convert_ids_list_to_tokens
+    if hasattr(decode, "__wrapped__"):
+        return
+    known: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+
+    @functools.wraps(decode)
+    def texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
+        own = known.setdefault(tokenizer, {})
+        new = list(set(token_ids) - own.keys())
+        own.update(zip(new, decode(tokenizer, new), strict=True))
+        return [own[token] for token in token_ids]
+
+    logprobs.convert_ids_list_to_tokens = texts
 
 
 def open_layers(model: torch.nn.Module) -> None:

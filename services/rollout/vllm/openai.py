@@ -46,7 +46,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet.config.base import ConfigError
-from quartet.seams.vllm import end_late_renders
+from quartet.seams.vllm import decode_tokens_once, end_late_renders
 from quartet.serving.desk import Desk
 from quartet.serving.http import Streamed, refusal
 from quartet.serving.in_turn import InTurn
@@ -97,6 +97,7 @@ class VLLMCompletions:
         llm: AsyncLLM = engine.llm
         self._renderer = llm.renderer
         end_late_renders(llm.renderer)
+        decode_tokens_once()
         self.sampled = 0
         """Number of tokens that have been sampled for requests over HTTP."""
         self._names: list[BaseModelPath] = []

@@ -11,10 +11,13 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.v1.engine import logprobs
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker import gpu_worker
 
 from quartet.seams import vllm
+from tests.models import make_tokenizer
 
 
 def test_an_engine_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +25,32 @@ def test_an_engine_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         vllm.register_engine("mine", "os", "PathLike")
     assert list(WeightTransferEngineFactory._registry) == ["mine"]
+
+
+def test_tokens_beside_log_probs_are_decoded_once_and_to_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode: Any = inspect.unwrap(logprobs.convert_ids_list_to_tokens)
+    tokenizers, decoded = [make_tokenizer(), make_tokenizer()], []
+
+    def noted(tokenizer: Any, token_ids: list[int]) -> Any:
+        decoded.extend(token_ids)
+        return decode(tokenizer, token_ids)
+
+    monkeypatch.setattr(logprobs, "convert_ids_list_to_tokens", noted)
+    for _ in range(2):
+        vllm.decode_tokens_once()
+    shape = (4, 3)
+    ids = torch.tensor([[5, 6, 7], [6, 5, 7], [8, 5, 6], [2, 5, 0]])
+    for tokenizer in tokenizers:
+        given: dict[str, Any] = {"logprobs": None, "cumulative_logprob": None, "num_logprobs": None}
+        processor = logprobs.LogprobsProcessor(tokenizer, prompt_logprobs=[None], num_prompt_logprobs=2, **given)
+        listed = LogprobsTensors(ids, torch.zeros(shape), torch.ones(4, dtype=torch.int64))
+        processor._update_prompt_logprobs(listed)
+        processor._update_prompt_logprobs(listed)
+        assert processor.prompt_logprobs is not None
+        for entry, row in zip(processor.prompt_logprobs[1:], ids.tolist() * 2, strict=True):
+            assert entry is not None
+            assert [entry[token].decoded_token for token in row] == decode(tokenizer, row)
+    assert sorted(decoded) == sorted([0, 2, 5, 6, 7, 8] * 2)
 
 
 def test_a_layer_that_is_not_open_has_got_what_it_needs() -> None:
