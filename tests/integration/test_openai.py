@@ -212,6 +212,9 @@ def test_the_page_works_as_it_stands(quartet: Quartet) -> None:
     assert len(page.commands) == 2
     for line in page.commands:
         shell(quartet.folder, line.replace("curl -sS", "curl -sS --fail").replace(":18000/", f":{quartet.http}/"))
+    [loop] = [rest.partition("```")[0] for rest in text.split("```sh\n")[1:] if rest.startswith("for version")]
+    loop = loop.replace("lm_eval ", "echo lm_eval ").replace("100 200 300", "0")
+    shell(quartet.folder, loop.replace(":18000/", f":{quartet.http}/") + "test $version = 0")
     programs = [rest.partition("```")[0] for rest in text.split("```python\n")[1:]]
     told = []
     for program in programs:
