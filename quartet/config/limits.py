@@ -1,8 +1,8 @@
 """The work that a service admits, and its shares for callers: the `limits:` of a service's `args:`."""
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from quartet.config.base import Config, Count, Fraction, Seconds
 
@@ -44,3 +44,12 @@ class LimitsConfig(Config):
                     f"max_waiting_{unit} that caller_share and training_reserve leave to one caller"
                 )
         return self
+
+
+def completed_by(default: LimitsConfig) -> BeforeValidator:
+    """Has limits that a file gives in part keep the other values of a service's own `default`."""
+
+    def completed(given: Any) -> Any:
+        return default.model_dump() | given if isinstance(given, dict) else given
+
+    return BeforeValidator(completed)

@@ -1,11 +1,16 @@
 """Configuration of the critic service: the `args:` of its application in the YAML file."""
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import PositiveFloat, model_validator
 
 from quartet.config.learner import LearnerConfig
-from quartet.config.limits import LimitsConfig
+from quartet.config.limits import LimitsConfig, completed_by
+
+_LIMITS = LimitsConfig(batch_s=60)
+_TRAIN_LIMITS = LimitsConfig(
+    max_call_rows=1 << 16, max_call_tokens=1 << 26, max_waiting_rows=1 << 17, max_waiting_tokens=1 << 27
+)
 
 
 class CriticConfig(LearnerConfig):
@@ -20,12 +25,10 @@ class CriticConfig(LearnerConfig):
     """Distance from the old value beyond which a value gets no gradient (PPO2). Null turns the clip off."""
     seed: int = 0
     """Seed of a new head's initial weights."""
-    limits: LimitsConfig = LimitsConfig(batch_s=60)
+    limits: Annotated[LimitsConfig, completed_by(_LIMITS)] = _LIMITS
     """Limits on waiting calls for values, their shares among callers, and the time of a pass. A pass that hangs costs
     the critic its state: it resumes from its last checkpoint."""
-    train_limits: LimitsConfig = LimitsConfig(
-        max_call_rows=1 << 16, max_call_tokens=1 << 26, max_waiting_rows=1 << 17, max_waiting_tokens=1 << 27
-    )
+    train_limits: Annotated[LimitsConfig, completed_by(_TRAIN_LIMITS)] = _TRAIN_LIMITS
     """Limits on Train, which does not wait in that queue. `batch_s` has no effect here; `rank_timeout_s` has."""
 
     root: str = "runs"

@@ -7,11 +7,12 @@ from pydantic import AfterValidator, Field
 
 from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds
 from quartet.config.functions import PATH
-from quartet.config.limits import LimitsConfig
+from quartet.config.limits import LimitsConfig, completed_by
 from services.rollout.engines import ENGINES
 
 DEFAULT_LENGTH = 2048
 """Default of the longest prompt + response, in tokens."""
+_LIMITS = LimitsConfig(max_call_tokens=16 << 20, max_waiting_tokens=256 << 20)
 
 
 def _known(engine: str) -> str:
@@ -56,7 +57,7 @@ class RolloutConfig(Config):
     reasoning_parser: str | None = None
     """Name of vLLM's parser that tells the model's reasoning over HTTP from its answer, such as qwen3. Null: all is
     answer."""
-    limits: LimitsConfig = LimitsConfig(max_call_tokens=16 << 20, max_waiting_tokens=256 << 20)
+    limits: Annotated[LimitsConfig, completed_by(_LIMITS)] = _LIMITS
     """Limits on waiting calls, and the shares of callers in them and in the engine. A row is a prompt; its tokens are
     the prompt's plus max_new_tokens. `batch_s` has no effect here: the engine's health is checked while it
     generates."""
