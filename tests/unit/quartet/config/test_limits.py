@@ -17,11 +17,8 @@ def rollout(folder: Path, limits: Any) -> RolloutConfig:
 def test_a_services_own_limits_stay_where_a_file_gives_others(policy_folder: Path) -> None:
     limits = rollout(policy_folder, {"caller_share": 0.4}).limits
     assert (limits.caller_share, limits.max_call_tokens, limits.max_waiting_tokens) == (0.4, 16 << 20, 256 << 20)
-    given = {
-        "model": str(policy_folder),
-        "limits": {"max_call_rows": 8},
-        "train_limits": {"max_waiting_rows": 1 << 18},
-    }
+    own = {"limits": {"max_call_rows": 8}, "train_limits": {"max_waiting_rows": 1 << 18}}
+    given = {"model": str(policy_folder), "optimizer": {"learning_rate": 0.1}, **own}
     critic = CriticConfig.parse(given, "critic")
     assert (critic.limits.batch_s, critic.limits.max_call_rows) == (60, 8)
     assert (critic.train_limits.max_call_tokens, critic.train_limits.max_waiting_rows) == (1 << 26, 1 << 18)
