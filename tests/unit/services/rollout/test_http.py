@@ -201,7 +201,7 @@ async def test_one_trajectory_is_written_at_a_time_and_callers_take_turns(monkey
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/rl/set_reward", {"reward": "1"}, 400, "reward: should be a finite number"),
+        ("/rl/set_reward", {"reward": "1"}, 400, "reward: should be a number from"),
         ("/rl/set_reward", {"reward": 1, "interaction_id": "c"}, 400, "interaction_id: 'c' is no response"),
         ("/rl/set_reward", {"reward": 1, "session": "s"}, 400, "session: not a field of /rl/set_reward"),
         ("/rl/start_session", {"temperature": 0}, 400, "temperature: 0; should be above 0 in a session"),
