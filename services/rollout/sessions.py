@@ -22,9 +22,9 @@ from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
 MOST_SESSIONS = 4096
-"""Most sessions at a time."""
+"""Sessions at a time with which callers that hold more than their part get no other; one has half of them at most."""
 MOST_BYTES, MOST_OF_A_SESSION = 1 << 30, 8 << 20
-"""Most bytes of all sessions' tokens, and of one's."""
+"""The same in bytes of their tokens, and most bytes of one session."""
 MOST_TURNS = 1024
 """Most responses of a session."""
 KEPT_S = 3600.0
@@ -316,12 +316,13 @@ class Sessions:
         return session
 
     def _check_room(self, owner: str, held: Counter[str], most: int, what: str) -> None:
-        """Raises ResourceExhausted if a caller, or all together, hold as much as they may. A caller alone may hold
-        half, and of n callers each an n-th of that, so that one that comes later finds room."""
-        part = most // 2 // len({owner, *self._count})
-        for has, may, whose in ((held[owner], part, f"{owner} has"), (held.total(), most, "all have")):
-            if has >= may:
-                raise ResourceExhausted(f"{whose} {has} {what}, and the most is {may}", PAUSE_S)
+        """Raises ResourceExhausted if a caller holds half of the most, or all together hold the most and it more than
+        its part of that half: what others hold refuses nothing to a caller that holds little."""
+        full = held.total() >= most
+        part = most // 2 // (len({owner, *self._count}) if full else 1)
+        if held[owner] >= part:
+            why = f" of a caller, as all have {held.total()}" if full else ""
+            raise ResourceExhausted(f"{owner} has {held[owner]} {what}, and the most is {part}{why}", PAUSE_S)
 
     def _forget(self) -> None:
         """Removes the sessions of which nothing was heard for too long."""

@@ -317,14 +317,22 @@ def test_a_caller_that_fills_its_part_leaves_room_for_others(
     """An empty session counts as 1024 bytes."""
     monkeypatch.setattr(module, what, 24 * each)
     sessions = Sessions()
-    assert [filled(sessions, owner) for owner in ("a", "b", "c")] == [12, 6, 4]
-    sessions.start("d", "d", "t")
-    assert sessions.begun("d", "d", [], "t")[1] == 1.0
-    sessions.start("d", "other", "t")
-    with pytest.raises(ResourceExhausted, match=f"all have {24 * each} "):
-        sessions.start("e", "e", "t")
-    sessions.remove("a", "a0")
+    assert [filled(sessions, owner) for owner in ("a", "b", "c", "d")] == [12, 12, 4, 3]
+    with pytest.raises(ResourceExhausted, match=f"a has {12 * each} .* is {3 * each} of a caller, as all have "):
+        sessions.start("a", "other", "t")
     sessions.start("e", "e", "t")
+    assert sessions.begun("e", "e", [], "t")[1] == 1.0
+
+
+def test_what_others_hold_refuses_no_turn_of_a_callers_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 24 * 1024)
+    sessions = Sessions()
+    for number in range(11):
+        sessions.start(ME, f"mine{number}", "t")
+    for other in range(11):
+        sessions.start(f"other{other}", f"other{other}", "t")
+    assert sessions.begun(ME, "mine0", [], "t")[1] == 1.0
+    sessions.start(ME, "more", "t")
 
 
 def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
