@@ -1,8 +1,12 @@
 """Engines by name. A new one is a package beside vllm/ with a `start`, and a row here."""
 
 import importlib
-from collections.abc import Awaitable, Callable
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the configuration reads this table
@@ -12,6 +16,15 @@ if TYPE_CHECKING:  # the configuration reads this table
 
 Start = Callable[["RolloutConfig"], Awaitable["Engine"]]
 """Starts an engine."""
+PARSERS_S = 120.0
+"""Longest wait for the names of parsers, in seconds."""
+_PARSERS = """
+import json
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+managers = {"tool_parser": ToolParserManager, "reasoning_parser": ReasoningParserManager}
+print(json.dumps({field: manager.list_registered() for field, manager in managers.items()}))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +38,9 @@ class EngineKind:
     completions: str | None = None
     """`package.module:function` that takes the configuration and a Served (services/rollout/http.py) and returns the
     engine's Completions; None if it has no answers in OpenAI's protocol."""
+    parsers: str | None = None
+    """Program whose last line is JSON: fields of the configuration that name a parser -> names that they may have.
+    None: they are not checked."""
 
 
 ENGINES = {
@@ -33,6 +49,7 @@ ENGINES = {
         # Those that vLLM's CPUAttentionBackend was compiled for.
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         completions="services.rollout.vllm:completions",
+        parsers=_PARSERS,
     )
 }
 
@@ -55,6 +72,22 @@ def completions(config: "RolloutConfig", served: "Served") -> "Completions | Non
         return None
     made: Completions = _imported(named)(config, served)
     return made
+
+
+def unknown_parsers(config: "RolloutConfig") -> Mapping[str, list[str]]:
+    """Fields that name a parser which the engine does not have -> the names that they may have. Empty where none is
+    named, or where the engine is not installed on this machine and the replica will tell."""
+    program = kind_of(config).parsers
+    named = {field: name for field in ("tool_parser", "reasoning_parser") if (name := getattr(config, field))}
+    if not named or program is None or find_spec("vllm") is None:
+        return {}
+    try:
+        # In a process of its own, as importing vLLM changes the environment, which a head or ranks would inherit.
+        told = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=PARSERS_S, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return {}  # told by the replica
+    known: dict[str, list[str]] = json.loads(told.stdout.splitlines()[-1])
+    return {field: known[field] for field, name in named.items() if name not in known[field]}
 
 
 def _imported(path: str) -> Any:

@@ -32,6 +32,7 @@ from quartet.models.size import BYTES, head_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.rollout.config import RolloutConfig
+from services.rollout.engines import unknown_parsers
 
 CPU_BLOCK = 32
 """Tokens of a block of vLLM's KV cache on a CPU (services/rollout/vllm/arguments.py)."""
@@ -61,6 +62,8 @@ def unstartable(deployment: ServicesFile) -> Iterator[str]:
             if gpus_of_replicas(deployment) == 0:
                 yield from unfit_heads(section, name)
             yield from _engine(deployment, section, f"{where}.args", gpus)
+            for field, known in unknown_parsers(section).items():
+                yield f"{where}.args.{field}: should be one of {', '.join(known)}; got {getattr(section, field)!r}"
         if isinstance(section, ReferenceConfig) and section.offload and gpus > 1:
             yield f"{where}.args.offload: for a model on one GPU; with num_gpus {gpus:g} set it to false"
         if isinstance(section, CriticConfig):

@@ -1,6 +1,7 @@
 """Facts of a file with which a service would not start, told before anything is started."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -15,6 +16,9 @@ from transformers import LlamaConfig
 
 from orchestrator.commands.checks.startable import ACCELERATOR, OWN_RESOURCES, beyond_this_machine, unstartable
 from orchestrator.deployment.file import Deployment
+from services.rollout import engines
+from services.rollout.config import RolloutConfig
+from services.rollout.engines import unknown_parsers
 from tests.unit.preflights import application, args, ask, checked, problems, refused
 
 Change = Callable[[dict[str, Any]], object]
@@ -78,6 +82,21 @@ def test_a_service_that_would_not_start_is_refused(
     checked(raw, tmp_path)
     change(raw)
     refused(raw, tmp_path, message)
+
+
+def test_a_parser_that_the_engine_does_not_have_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    args(raw, "rollout").update(tool_parser="hermess", reasoning_parser="qwen3")
+    [told] = [line for line in problems(raw, tmp_path) if "parser" in line]
+    assert re.match(r"applications\.rollout\.args\.tool_parser: should be one of .*\bhermes, .*; got 'hermess'", told)
+
+
+def test_parsers_are_left_to_the_replica_where_its_engine_is_not(
+    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: Any = {"model": args(raw, "rollout")["model"], "tool_parser": "hermess"}
+    assert unknown_parsers(RolloutConfig(**named, engine="examples.plain_engine:start")) == {}
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    assert unknown_parsers(RolloutConfig(**named)) == {}
 
 
 @pytest.mark.usefixtures("without_gpu")
