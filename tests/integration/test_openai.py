@@ -209,7 +209,7 @@ async def test_openais_library_raises_its_own_errors(quartet: Quartet, client: A
 
 def test_the_page_works_as_it_stands(quartet: Quartet) -> None:
     page, text = Page.at("openai.md"), (REPO / "docs/openai.md").read_text()
-    assert len(page.commands) == 2
+    assert len(page.commands) == 4
     for line in page.commands:
         shell(quartet.folder, line.replace("curl -sS", "curl -sS --fail").replace(":18000/", f":{quartet.http}/"))
     [loop] = [rest.partition("```")[0] for rest in text.split("```sh\n")[1:] if rest.startswith("for version")]
