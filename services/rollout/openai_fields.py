@@ -51,7 +51,7 @@ _INTEGERS: Mapping[str, tuple[int, int]] = {
     "n": (1, MOST_CHOICES),
     "seed": (0, _INT64),
     "top_k": (-1, _INT32),
-    "max_tokens": (0, _INT32),
+    "max_tokens": (1, _INT32),
     "max_completion_tokens": (1, _INT32),
     "min_tokens": (0, _INT32),
     "top_logprobs": (0, MOST_LIKELIEST),
@@ -119,12 +119,15 @@ def read(body: bytes, path: str) -> dict[str, Any]:
         raise InvalidArgument(f"the body has more than {LONGEST_TO_TOKENIZE} bytes; send the text in parts")
     given = {name: value for name, value in json_object(body).items() if value is not None}
     _check_names(given, FIELDS[path], path)
-    _check_numbers(given)
+    _check_numbers(given, of_chat="messages" in FIELDS[path])
     _check_stops(given)
     if path == GENERATE:
         given["sampling_params"] = _read_sampling(given.get("sampling_params"))
-    if len(_prompts(given)) > MOST_PROMPTS:
-        raise InvalidArgument(f"prompt: {len(given['prompt'])} prompts; may be {MOST_PROMPTS} at most")
+    prompts = _prompts(given)
+    if any(isinstance(token, bool) for each in prompts for token in (each if isinstance(each, list) else [each])):
+        raise InvalidArgument("prompt: holds true or false; should be texts or tokens")
+    if len(prompts) > MOST_PROMPTS:
+        raise InvalidArgument(f"prompt: {len(prompts)} prompts; may be {MOST_PROMPTS} at most")
     if "messages" in given:
         _check_messages(given["messages"], len(body))
     if "chat_template_kwargs" in given:
@@ -157,8 +160,6 @@ def _read_sampling(sampling: Any) -> dict[str, Any]:
         raise InvalidArgument("sampling_params: should be an object")
     given = {name: value for name, value in (sampling or {}).items() if value is not None}
     _check_names(given, SAMPLING_FIELDS, "sampling_params")
-    if isinstance(given.get("logprobs"), bool):
-        raise InvalidArgument(f"logprobs: a bool; should be a whole number from 0 to {MOST_LIKELIEST}")
     _check_numbers(given)
     _check_stops(given)
     given.pop(NO_EXPERTS, None)
@@ -201,11 +202,11 @@ def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, 
     return {**given, "temperature": temperature}
 
 
-def _check_numbers(given: Mapping[str, Any]) -> None:
+def _check_numbers(given: Mapping[str, Any], *, of_chat: bool = False) -> None:
     for name in (_FLAGS | _TEMPLATE_FLAGS | _OTHER_FLAGS) & given.keys():
         if not isinstance(given[name], bool):
             raise InvalidArgument(f"{name}: should be true or false")
-    if "logprobs" in given and not isinstance(given["logprobs"], bool):
+    if "logprobs" in given and not (of_chat and isinstance(given["logprobs"], bool)):
         _check_number("logprobs", given["logprobs"], 0, MOST_LIKELIEST, whole=True)
     for name, (least, most) in _INTEGERS.items():
         if name in given:

@@ -39,7 +39,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeCompletionRequest,
 )
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -249,6 +249,9 @@ class VLLMCompletions:
         except EngineDeadError:
             raise Unavailable("the engine of this replica died; ask again") from None
         except Exception as error:
+            if isinstance(error, VLLMValidationError) and (error.parameter, error.value) == ("max_tokens", 0):
+                # What a prompt leaves of the model's length, as `read` takes no 0.
+                raise InvalidArgument(_no_room(self._served.engine.max_length)) from None
             made = create_error_response(error)
             if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 log.exception("a request over HTTP failed")
@@ -480,6 +483,8 @@ class _Call:
             raise InvalidArgument("tools: strict; should be left out, as a grammar would choose tokens for the model")
         if not prompt_ids:
             raise InvalidArgument("prompt: empty; send at least one token")
+        if len(prompt_ids) >= engine.max_length:
+            raise InvalidArgument(_no_room(engine.max_length))
         if max(prompt_ids) >= engine.vocab_size:
             raise InvalidArgument(f"prompt: {max(prompt_ids)} is outside the vocabulary of {engine.vocab_size}")
         for token in params.stop_token_ids or ():
@@ -553,7 +558,8 @@ class _Call:
             output, taken.spans = come
             if self._version is not None and any(version != self._version for version, *_ in taken.spans):
                 # A push came while it waited or ran.
-                told = f"model: version {self._version} is not served any more; ask for the newest without a version"
+                served = f"served is {taken.spans[-1][0]}; ask for the newest without a version"
+                told = f"model: version {self._version} is not served any more; {served}"
                 raise GracefulHTTPError(told, HTTPStatus.NOT_FOUND)
             if taken.spans:
                 self._note(taken.spans[-1][0])
@@ -668,6 +674,12 @@ class _Call:
 
 
 _CALL: ContextVar[_Call] = ContextVar("call")
+
+
+def _no_room(longest: int) -> str:
+    return (
+        f"prompt: leaves no room for a response; should be {longest - 1} tokens at most, as the model takes {longest}"
+    )
 
 
 def _each(params: SamplingParams) -> list[SamplingParams]:

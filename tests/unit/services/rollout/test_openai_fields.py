@@ -131,6 +131,7 @@ def test_tokens_are_asked_for_by_text_or_messages() -> None:
         ({"seed": 1.5}, "seed: a float; should be"),
         ({"top_k": 1 << 40}, "top_k: 1099511627776; should be"),
         ({"max_tokens": 10**4000}, "max_tokens: 1000"),
+        ({"max_tokens": 0}, "max_tokens: 0; should be a whole number from 1"),
         ({"min_tokens": -1}, "min_tokens: -1; should be"),
         ({"logprobs": 21}, "logprobs: 21; should be a whole number from 0 to 20"),
         ({"logprobs": -1}, "logprobs: -1; should be"),
@@ -297,6 +298,13 @@ def test_temperatures_are_those_that_vllm_samples_at() -> None:
     for temperature in (0.0, COLDEST, 0.02, HOTTEST):
         assert SamplingParams(temperature=temperature).temperature == temperature
     assert SamplingParams(temperature=COLDEST / 2).temperature == COLDEST
+
+
+@pytest.mark.parametrize("prompt", [[True], [5, False], [[5], [6, True]]])
+def test_true_and_false_are_no_tokens_and_no_numbers(prompt: Any) -> None:
+    assert refused({"prompt": prompt}) == "prompt: holds true or false; should be texts or tokens"
+    assert refused({"prompt": [5], "logprobs": True}).startswith("logprobs: a bool; should be a whole number from 0")
+    assert read(b'{"messages": [{"role": "user"}], "logprobs": true}', CHAT)
 
 
 def test_prompts_are_bounded() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -42,6 +43,7 @@ from services.rollout.vllm.openai import VLLMCompletions, _Call
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.scheduler import AT_ONCE_KEY, STREAMED_KEY
 from tests.cluster import TEMPLATE
+from tests.configuration import REPO
 from tests.http_requests import Answer
 from tests.models import BOS, EOS, MAX_LENGTH, ROWS, make_tokenizer
 from tests.unit.local_sessions import LocalSessions
@@ -321,7 +323,7 @@ async def test_a_version_that_was_asked_for_samples_every_token_or_none_is_answe
     assert (await replica.ask(TEXT, model="mine@3", prompt=[5], max_tokens=2)).status == 200
     late = await replica.ask(TEXT, model="mine@3", prompt=[5], max_tokens=3)
     assert (late.status, late.json["error"]["code"]) == (404, 404)
-    assert late.json["error"]["message"].startswith("model: version 3 is not served any more")
+    assert late.json["error"]["message"].startswith("model: version 3 is not served any more; served is 4")
     *events, last = (await replica.ask(TEXT, model="mine@3", prompt=[5], max_tokens=3, stream=True)).events
     assert (len(events), last["error"]["code"]) == (2, 404)
     assert (await replica.ask(TEXT, model="mine", prompt=[5], max_tokens=3)).status == 200
@@ -391,6 +393,21 @@ async def test_a_least_length_needs_ends_that_the_model_has(replica: Replica) ->
     with pytest.raises(InvalidArgument, match="min_tokens: 1; must be 0, as the model's folder names an end"):
         await replica.ask(TEXT, prompt=[5], min_tokens=1)
     assert (await replica.ask(TEXT, prompt=[5], max_tokens=1)).status == 200
+
+
+@pytest.mark.parametrize("limit", [5, None])
+async def test_a_prompt_that_leaves_no_room_for_a_token_says_so(talking: Replica, limit: int | None) -> None:
+    long: Any = {"content": "w5 " * (MAX_LENGTH - 2), "role": "user"}
+    for path, body in (
+        (TEXT, {"prompt": [5] * MAX_LENGTH, "max_tokens": limit}),
+        (CHAT, {"messages": [long], "max_tokens": limit}),
+        (GENERATE, {"token_ids": [5] * MAX_LENGTH, "sampling_params": {"max_tokens": limit}}),
+    ):
+        with pytest.raises(InvalidArgument, match=f"prompt: .* should be {MAX_LENGTH - 1} tokens at most"):
+            await talking.ask(path, **body)
+    assert talking.admission.waiting_rows == 0
+    assert (await talking.ask(TEXT, prompt=[5] * (MAX_LENGTH - 1), max_tokens=5)).status == 200
+    assert [params.max_tokens for _, params in talking.llm.asked] == [1]
 
 
 async def test_a_response_that_a_push_ends_is_an_error(replica: Replica) -> None:
@@ -678,6 +695,15 @@ async def test_calls_of_tools_are_found_by_vllms_parser_and_their_answers_go_on(
         await talking.ask(CHAT, messages=[USER], tools=[TOOL], tool_choice="required", max_tokens=1)
 
 
+async def test_the_requests_of_the_page_are_taken(talking: Replica) -> None:
+    text = (REPO / "docs/openai.md").read_text()
+    [tools] = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^\$ curl .*?/rollout(/\S+) .* -d '(.+)'$", text, re.MULTILINE)
+    assert [path for path, _ in commands] == [TEXT, "/tokenize", GENERATE]
+    for path, body in [*commands, (CHAT, tools)]:
+        assert (await talking.ask(path, **json.loads(body))).status == 200
+
+
 async def test_without_a_parser_tools_are_refused(talking: Replica) -> None:
     talking.completions._calls_tools = False
     with pytest.raises(InvalidArgument, match="tools: this application has no tool_parser"):
@@ -770,7 +796,7 @@ async def test_a_long_answer_is_written_beside_the_event_loop(
 
 async def test_the_most_log_probs_of_an_answer_fit_in_memory(talking: Replica) -> None:
     """Bytes at their peak, from the engine's outputs on, of a token with twenty log-probs beside it."""
-    size = 200
+    size = 100
 
     async def whole(prompt: Any, params: Any, name: str) -> AsyncIterator[RequestOutput]:
         talking.llm.external_req_ids[name] = [name]
@@ -785,11 +811,11 @@ async def test_the_most_log_probs_of_an_answer_fit_in_memory(talking: Replica) -
 
     talking.llm.generate = whole  # type: ignore[method-assign]
     body: Any = {"messages": [USER], "max_tokens": size, "logprobs": True, "top_logprobs": 20}
-    await talking.ask(CHAT, **body)
+    assert (await talking.ask(CHAT, **body)).status == 200
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        await talking.ask(CHAT, **body)
+        assert (await talking.ask(CHAT, **body)).status == 200
         each = (tracemalloc.get_traced_memory()[1] - before) / (size * 21)
     finally:
         tracemalloc.stop()
