@@ -51,7 +51,7 @@ _INTEGERS: Mapping[str, tuple[int, int]] = {
     "n": (1, MOST_CHOICES),
     "seed": (0, _INT64),
     "top_k": (-1, _INT32),
-    "max_tokens": (1, _INT32),
+    "max_tokens": (0, _INT32),
     "max_completion_tokens": (1, _INT32),
     "min_tokens": (0, _INT32),
     "top_logprobs": (0, MOST_LIKELIEST),
@@ -214,6 +214,8 @@ def _check_numbers(given: Mapping[str, Any], *, of_chat: bool = False) -> None:
     for name, (low, high) in _NUMBERS.items():
         if name in given:
             _check_number(name, given[name], low, high, whole=False)
+    if given.get("max_tokens") == 0 and not given.get("echo"):
+        raise InvalidArgument("max_tokens: 0; should be a whole number from 1, or 0 with echo: true")
     if given.get("top_p") == 0:
         raise InvalidArgument("top_p: 0; should be above 0 and at most 1")
     if 0 < given.get("temperature", 0) < COLDEST:

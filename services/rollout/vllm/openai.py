@@ -250,7 +250,7 @@ class VLLMCompletions:
             raise Unavailable("the engine of this replica died; ask again") from None
         except Exception as error:
             if isinstance(error, VLLMValidationError) and (error.parameter, error.value) == ("max_tokens", 0):
-                # What a prompt leaves of the model's length, as `read` takes no 0.
+                # What a prompt leaves of the model's length: `read` takes 0 with `echo` alone, where vLLM samples 1.
                 raise InvalidArgument(_no_room(self._served.engine.max_length)) from None
             made = create_error_response(error)
             if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:

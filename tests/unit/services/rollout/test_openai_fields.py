@@ -300,6 +300,18 @@ def test_temperatures_are_those_that_vllm_samples_at() -> None:
     assert SamplingParams(temperature=COLDEST / 2).temperature == COLDEST
 
 
+def test_a_prompt_can_be_scored_without_a_response() -> None:
+    assert read(b'{"prompt": "w5", "max_tokens": 0, "echo": true}', TEXT)
+    for path, body in (
+        (TEXT, {"prompt": "w5"}),
+        (TEXT, {"prompt": "w5", "echo": False}),
+        (CHAT, {"messages": [MESSAGE]}),
+    ):
+        assert refused({**body, "max_tokens": 0}, path).endswith(
+            "should be a whole number from 1, or 0 with echo: true"
+        )
+
+
 @pytest.mark.parametrize("prompt", [[True], [5, False], [[5], [6, True]]])
 def test_true_and_false_are_no_tokens_and_no_numbers(prompt: Any) -> None:
     assert refused({"prompt": prompt}) == "prompt: holds true or false; should be texts or tokens"

@@ -695,6 +695,12 @@ async def test_calls_of_tools_are_found_by_vllms_parser_and_their_answers_go_on(
         await talking.ask(CHAT, messages=[USER], tools=[TOOL], tool_choice="required", max_tokens=1)
 
 
+async def test_a_prompt_is_scored_without_a_response(replica: Replica) -> None:
+    got = await replica.ask(TEXT, prompt=[5, 6], max_tokens=0, echo=True)
+    assert got.status == 200, got.body
+    assert [params.max_tokens for _, params in replica.llm.asked] == [1]
+
+
 async def test_the_requests_of_the_page_are_taken(talking: Replica) -> None:
     text = (REPO / "docs/openai.md").read_text()
     [tools] = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
