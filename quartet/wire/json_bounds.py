@@ -18,7 +18,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 def check_bounds(text: bytes) -> int:
     """Returns the number of elements if a JSON text keeps within the bounds, whether or not it is right otherwise.
 
-    The text is taken apart by whole passes over it: 2 MiB take 13 ms at most, and a tenth of a loop over its strings.
+    The text is taken apart by whole passes over it, which is many times as fast as a loop over its strings.
 
     Raises:
         InvalidArgument: it does not.

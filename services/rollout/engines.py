@@ -18,13 +18,6 @@ Start = Callable[["RolloutConfig"], Awaitable["Engine"]]
 """Starts an engine."""
 PARSERS_S = 120.0
 """Longest wait for the names of parsers, in seconds."""
-_PARSERS = """
-import json
-from vllm.reasoning import ReasoningParserManager
-from vllm.tool_parsers import ToolParserManager
-managers = {"tool_parser": ToolParserManager, "reasoning_parser": ReasoningParserManager}
-print(json.dumps({field: manager.list_registered() for field, manager in managers.items()}))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +32,7 @@ class EngineKind:
     """`package.module:function` that takes the configuration and a Served (services/rollout/http.py) and returns the
     engine's Completions; None if it has no answers in OpenAI's protocol."""
     parsers: str | None = None
-    """Program whose last line is JSON: fields of the configuration that name a parser -> names that they may have.
+    """Module whose last line is JSON: fields of the configuration that name a parser -> names that they may have.
     None: they are not checked."""
 
 
@@ -49,7 +42,7 @@ ENGINES = {
         # Those that vLLM's CPUAttentionBackend was compiled for.
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         completions="services.rollout.vllm:completions",
-        parsers=_PARSERS,
+        parsers="services.rollout.vllm.parsers",
     )
 }
 
@@ -77,13 +70,15 @@ def completions(config: "RolloutConfig", served: "Served") -> "Completions | Non
 def unknown_parsers(config: "RolloutConfig") -> Mapping[str, list[str]]:
     """Fields that name a parser which the engine does not have -> the names that they may have. Empty where none is
     named, or where the engine is not installed on this machine and the replica will tell."""
-    program = kind_of(config).parsers
+    module = kind_of(config).parsers
     named = {field: name for field in ("tool_parser", "reasoning_parser") if (name := getattr(config, field))}
-    if not named or program is None or find_spec("vllm") is None:
+    if not named or module is None or find_spec("vllm") is None:
         return {}
     try:
         # In a process of its own, as importing vLLM changes the environment, which a head or ranks would inherit.
-        told = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=PARSERS_S, check=True)
+        told = subprocess.run(
+            [sys.executable, "-P", "-m", module], capture_output=True, timeout=PARSERS_S, check=True
+        )
     except (subprocess.SubprocessError, OSError):
         return {}  # told by the replica
     known: dict[str, list[str]] = json.loads(told.stdout.splitlines()[-1])

@@ -72,8 +72,8 @@ STILL_S = 2.0
 TOLD = frozenset({"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk_token", "model_max_length"})
 """Facts about a tokenizer that are told."""
 MOST_LISTED = 1 << 17
-"""Most log-probs that an answer may list. Each takes some 10 microseconds of the process that serves all callers of
-the replica, and up to 1.4 KB until the answer is sent."""
+"""Most log-probs that an answer may list. Each takes time of the process that serves all callers of the replica, and
+about 1 KB until the answer is sent."""
 _AT_ONCE = 1 << 12
 """Most tokens and log-probs of an answer that is written on the event loop, within some hundredths of a second."""
 _BYTES = 128
