@@ -1,4 +1,4 @@
-"""The documentation names files, functions and pages that exist."""
+"""The documentation names commands, files, functions and pages that exist."""
 
 import ast
 import re
@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
-CODE = r"`((?:orchestrator|quartet|services|protos|deploy|recipes|tests)/[\w./-]+)`"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
+FOLDERS = "orchestrator|quartet|services|protos|deploy|recipes|tests|benchmarks"
+CODE = rf"(?<![\w./])((?:{FOLDERS})/[\w./-]+?)(?:`|(?<=\.py)\b)"
+COMMAND = r"python -m\s+([\w.]+)|`(benchmarks\.[\w.]+)"
 WAY = ROOT / "docs/architecture.md"
 """The page with the way of a sample: a table of files and functions."""
 
@@ -16,17 +21,29 @@ def check() -> Iterator[str]:
     """A line for each name that is not there."""
     for page in PAGES:
         yield from (f"{page.relative_to(ROOT)}: {name} does not exist" for name in missing(page))
+        yield from (f"{page.relative_to(ROOT)}: {name} is no command" for name in no_commands(page.read_text()))
         yield from (f"{page.relative_to(ROOT)}: there is no heading {link}" for link in headless(page))
     yield from unknown_functions(WAY.read_text())
 
 
 def missing(page: Path) -> list[str]:
-    """The files that a page names or links to and that are not there. Results name files of their commit's."""
+    """The files that a page names or links to and that are not there."""
     text = page.read_text()
-    code = re.findall(CODE, text) if page.name != "RESULTS.md" else []
-    named = {ROOT / name for name in code if "<" not in name}
+    named = {ROOT / name for name in re.findall(CODE, text) if "<" not in name}
     linked = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
     return sorted(str(path) for path in named | linked if not path.exists())
+
+
+def no_commands(text: str) -> list[str]:
+    """The modules of this project that a text has Python run and that are none to run."""
+    names = {(module or benchmark).rstrip(".") for module, benchmark in re.findall(COMMAND, text)}
+    ours = {name for name in names if (ROOT / name.partition(".")[0]).is_dir() and name.islower()}
+    return sorted(name for name in ours if not _runs(ROOT / name.replace(".", "/")))
+
+
+def _runs(module: Path) -> bool:
+    file = module.with_suffix(".py")
+    return (module / "__main__.py").exists() or (file.exists() and "__main__" in file.read_text())
 
 
 def headless(page: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.lint import privates
+from tests.lint import pages, privates
 
 
 def test_private_names_of_other_libraries() -> None:
@@ -28,3 +28,12 @@ class Own:
         "other._theirs",
         "getattr(other, '_more', None)",
     }
+
+
+def test_commands_that_are_not_there() -> None:
+    text = """
+`python -m benchmarks.push --mib 1`, `python -m
+benchmarks.gone`, `benchmarks.learner step`, `benchmarks.lost step`, python -m tests.chaos, `python -m pytest`,
+python -m tests.pages and `python -m benchmarks.NAME`.
+"""
+    assert pages.no_commands(text) == ["benchmarks.gone", "benchmarks.lost", "tests.pages"]
