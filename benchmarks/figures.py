@@ -5,6 +5,7 @@ A benchmark that runs as a stage of `benchmarks.lent` finds in its environment w
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def keep(what: str, figures: Mapping[str, Any]) -> None:
     record = {"kind": "figure", "stage": os.environ.get(STAGE, ""), "what": what, **figures}
     for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         append(Path(path), record)
+
+
+def keep_file(path: Path, name: str) -> None:
+    """Copies a file to where the figures of the stage are, if this process belongs to one."""
+    for figures in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+        shutil.copyfile(path, Path(figures).with_name(name))
 
 
 def read(path: Path) -> list[dict[str, Any]]:

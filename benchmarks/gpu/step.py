@@ -4,25 +4,21 @@
                                   [--colocate] [--peer PYTHON] [--only quartet|trl] [--device cuda]
 
 Quartet runs `deploy/ppo-1gpu.yaml` with these models and lengths: seconds of each stage, samples/s, most memory of
-each process (where nvidia-smi shows processes) and of the GPU, and how busy the GPU was. Then TRL trains on the same
-prompts, with the same minibatches: bfloat16 weights and no fp32 masters, the fastest that it does, although Quartet
-keeps masters. It generates and scores a whole batch at a time. As it keeps the logits, fewer at a time are tried
-where that does not fit, and then half the batch. The first update of each side is left out. PEER is a Python with TRL
-in it; by default this one (`pip install --no-deps trl==1.12.0`, and its accelerate and datasets). All responses have
-`--new` tokens.
+each process (where nvidia-smi shows processes) and of the GPU, and the share of the updates in which the GPU
+computed, as a whole and while the loop waited for each thing. Then TRL trains on the same prompts, with the same
+minibatches: bfloat16 weights and no fp32 masters, the fastest that it does, although Quartet keeps masters. It
+generates and scores a whole batch at a time. As it keeps the logits, fewer at a time are tried where that does not
+fit, and then half the batch. The first update of each side is left out. PEER is a Python with TRL in it; by default
+this one (`pip install --no-deps trl==1.12.0`, and its accelerate and datasets). All responses have `--new` tokens.
 """
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,10 +26,14 @@ import torch
 import typer
 import yaml
 
+from benchmarks.figures import keep_file
 from benchmarks.gpu.models import LETTERS, make
 from benchmarks.gpu.results import Cell, Results
+from benchmarks.gpu.watch import Watch, busy
 from benchmarks.tails import tails
 from benchmarks.vs_trl.sides import PEER, STAGES, Quartet, run
+from orchestrator.tracing.activity import LOOP
+from orchestrator.tracing.file import read_tail
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "ppo-1gpu.yaml"
 MINIBATCHES = 4
@@ -62,7 +62,8 @@ def main(
             models(folder, size, batch, prompt, device)
             if only != "trl":
                 raw = configured(folder, batch=batch, prompt=prompt, new=new, device=device, colocate=colocate)
-                results.attempt(f"{size} Quartet", partial(ours, folder, raw, batch, updates))
+                trace = f"trace-{size}{'-colocated' * colocate}.json"
+                results.attempt(f"{size} Quartet", partial(ours, folder, raw, updates, trace))
             for count, forward in trials(batch) if only != "quartet" else ():
                 settings = peer_settings(folder, count, new, updates, device, forward)
                 what = f"{size} TRL, batches of {count}, {forward} at a time"
@@ -124,32 +125,38 @@ def _on_a_cpu(raw: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
         application["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.2}
 
 
-def ours(folder: Path, raw: dict[str, Any], batch: int, updates: int) -> dict[str, Cell]:
-    """Median seconds of each stage of Quartet's updates, samples/s, and what the GPU had to hold."""
+def ours(folder: Path, raw: dict[str, Any], updates: int, trace: str) -> dict[str, Cell]:
+    """Median seconds of each stage of Quartet's updates, samples/s, how busy the GPU was in them, and what it had to
+    hold. The run's trace is kept beside the figures under the name `trace`."""
     quartet, done = Quartet(folder, raw), []
     try:
         quartet.up()
         with Watch() as watch:
-            done = quartet.updates(updates)[1:]
+            done = quartet.updates(updates)
     finally:
         quartet.down()
         if not done:
             print(tails(folder), flush=True)  # the folder is about to go
-    stages: dict[str, Cell] = {f"{stage}_s": median(update[stage] for update in done) for stage in STAGES}
-    step_s = median(update["step"] for update in done)
-    return {"samples_s": batch / step_s, "step_s": step_s} | stages | watch.figures()
+    keep_file(quartet.trace, trace)
+    waits = [span for span in read_tail(quartet.trace) if span.track == LOOP]
+    compute = busy(watch.looks, done[0]["ended"], done[-1]["ended"], waits)
+    stages: dict[str, Cell] = {f"{stage}_s": median(update[stage] for update in done[1:]) for stage in STAGES}
+    step_s = median(update["step"] for update in done[1:])
+    samples_s = raw["orchestrator"]["batch_size"] / step_s
+    return {"samples_s": samples_s, "step_s": step_s} | stages | compute | watch.memory()
 
 
 def theirs(python: str, settings: dict[str, Any]) -> dict[str, Cell]:
-    """Samples/s of TRL, and what the GPU had to hold."""
+    """Samples/s of TRL, how busy the GPU was, and what it had to hold."""
     environment = dict(os.environ)
     if Path(python).absolute() != Path(sys.executable).absolute():
         environment.pop("PYTHONPATH", None)  # libraries of another environment
     with Watch() as watch:
         printed = run([python, str(PEER), json.dumps(settings)], environment)
-    seconds = [json.loads(line)["seconds"] for line in printed.splitlines() if line.startswith('{"seconds"')]
-    step_s = median(seconds[1:])
-    return {"samples_s": settings["batch"] / step_s, "step_s": step_s} | watch.figures()
+    done = [json.loads(line) for line in printed.splitlines() if line.startswith('{"seconds"')]
+    step_s = median(update["seconds"] for update in done[1:])
+    compute = busy(watch.looks, done[0]["ended"], done[-1]["ended"])
+    return {"samples_s": settings["batch"] / step_s, "step_s": step_s} | compute | watch.memory()
 
 
 def trials(batch: int) -> list[tuple[int, int]]:
@@ -185,58 +192,6 @@ def halved(batch: int) -> list[int]:
     while counts[-1] // 2 >= LEAST:
         counts.append(counts[-1] // 2)
     return counts
-
-
-class Watch:
-    """Looks at the GPU twice a second while it is entered; without nvidia-smi it sees nothing."""
-
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._busy: list[float] = []
-        self._used = 0.0
-        self._held: dict[str, float] = {}
-
-    def __enter__(self) -> "Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def figures(self) -> dict[str, Cell]:
-        """The GPU's busy time in per cent, its largest memory in GiB, and each process's."""
-        if not self._busy:
-            return {}
-        held = ", ".join(f"{name} {mib / 1024:.1f}" for name, mib in sorted(self._held.items()))
-        return {"busy_percent": round(mean(self._busy)), "peak_gib": self._used / 1024, "processes_gib": held}
-
-    def _look(self) -> None:
-        with suppress(OSError):
-            while not self._over.wait(0.5):
-                for busy, used in _asked("gpu", ["utilization.gpu", "memory.used"]):
-                    self._busy.append(float(busy))
-                    self._used = max(self._used, float(used))
-                for process, used in _asked("compute-apps", ["pid", "used_memory"]):
-                    name = _name(process)
-                    self._held[name] = max(self._held.get(name, 0.0), float(used))
-
-
-def _asked(what: str, fields: Sequence[str]) -> list[list[str]]:
-    """nvidia-smi's answer, a list of fields for each line; without lines that hold no numbers."""
-    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    rows = [[field.strip() for field in line.split(",")] for line in printed.splitlines()]
-    return [row for row in rows if len(row) == len(fields) and all(field.isdigit() for field in row)]
-
-
-def _name(process: str) -> str:
-    """A process by its title and number, such as `ray::PolicyTrainer 417`."""
-    with suppress(OSError):
-        words = Path("/proc", process, "cmdline").read_text().replace("\0", " ").split()
-        return f"{words[0].rpartition('/')[2]} {process}" if words else process
-    return process
 
 
 if __name__ == "__main__":

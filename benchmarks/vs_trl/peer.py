@@ -3,7 +3,7 @@
     python peer.py SETTINGS
 
 SETTINGS is JSON: a case, and on a GPU also `device`, the dtype of the `weights`, and how many responses go `forward`
-at a time. Prints a line of JSON for each update by a batch of responses: its seconds.
+at a time. Prints a line of JSON for each update by a batch of responses: its seconds, and when it ended.
 """
 
 import json
@@ -36,7 +36,7 @@ class Stopwatch(TrainerCallback):
         if self._done % self._steps:
             return
         now = time.perf_counter()
-        print(json.dumps({"seconds": now - self._last}), flush=True)
+        print(json.dumps({"seconds": now - self._last, "ended": time.time()}), flush=True)
         self._last = now
 
 

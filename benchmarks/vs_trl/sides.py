@@ -17,7 +17,7 @@ from benchmarks.vs_trl.cases import RATE, Case
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.write import Wanted, chosen, compose
 from orchestrator.deployment.facts.read import derived
-from orchestrator.monitoring.metrics import read_metrics
+from orchestrator.monitoring.metrics import FILE, TRACE, read_metrics
 
 PEER = Path(__file__).with_name("peer.py")
 VERSIONS = {"ppo": "trl==1.12.0", "grpo": "trl==1.16.0"}
@@ -83,6 +83,11 @@ class Quartet:
         self._folder = folder
         self._raw = raw
 
+    @property
+    def trace(self) -> Path:
+        """The trace file of its last updates."""
+        return self._folder / "runs" / "race" / TRACE
+
     def up(self) -> None:
         """Starts the services."""
         self._write(1)
@@ -97,14 +102,14 @@ class Quartet:
         return stopped(str(self._folder))
 
     def updates(self, count: int) -> list[dict[str, float]]:
-        """Seconds of each of `count` updates, from the end of the one before as for TRL, and of its stages; the
-        mean length of its responses."""
+        """Seconds of each of `count` updates, from the end of the one before as for TRL, and of its stages; when
+        it ended, and the mean length of its responses."""
         self._write(count)
         self._quartet("train", "--overwrite", str(self._config))
-        lines = [line for line in read_metrics(self._folder / "runs" / "race" / "metrics.jsonl") if line["step"]]
+        lines = [line for line in read_metrics(self.trace.with_name(FILE)) if line["step"]]
         return [
             {stage: line[f"seconds/{stage}"] for stage in STAGES}
-            | {"step": line["seconds/wall"], "length": line["response/length_mean"]}
+            | {"step": line["seconds/wall"], "ended": line["time"], "length": line["response/length_mean"]}
             for line in lines
         ]
 
