@@ -37,9 +37,10 @@ from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
 from services.rollout.session_holder import OpenSession
 from services.rollout.sessions import as_json
-from services.rollout.vllm import openai as module
+from services.rollout.vllm import openai, openai_call
 from services.rollout.vllm.arguments import engine_args
-from services.rollout.vllm.openai import VLLMCompletions, _Call
+from services.rollout.vllm.openai import VLLMCompletions
+from services.rollout.vllm.openai_call import OpenAICall
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.scheduler import AT_ONCE_KEY, STREAMED_KEY
 from tests.cluster import TEMPLATE
@@ -427,7 +428,7 @@ async def test_a_response_that_a_push_ends_is_an_error(replica: Replica) -> None
 async def test_an_engine_that_stands_still_is_told_of(
     replica: Replica, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "STILL_S", 0.01)
+    monkeypatch.setattr(openai_call, "STILL_S", 0.01)
     replica.llm.gate.clear()
     replica.still.append(Unavailable("the engine of this replica does not answer"))
     got = await replica.ask(TEXT, prompt=[5], max_tokens=3, stream=stream)
@@ -556,7 +557,7 @@ async def test_a_history_is_read_once_and_beside_the_event_loop(
         threads.append(threading.current_thread())
         return digests(given)
 
-    monkeypatch.setattr(module, "digests", noted)
+    monkeypatch.setattr(openai, "digests", noted)
     await talking.ask(CHAT, "s", messages=[USER], max_tokens=1)
     [thread] = threads
     assert thread is not threading.current_thread()
@@ -736,7 +737,7 @@ async def test_log_probs_that_are_listed_count_as_tokens(replica: Replica) -> No
 
 
 async def test_an_answer_lists_log_probs_up_to_a_bound(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_LISTED", 2 * 3 * 2)
+    monkeypatch.setattr(openai_call, "MOST_LISTED", 2 * 3 * 2)
     body: Any = {"prompt": [[5], [6]], "max_tokens": 3}
     assert (await replica.ask(TEXT, **body, logprobs=1)).status == 200
     assert (await replica.ask(TEXT, **body, logprobs=2, stream=True)).status == 200
@@ -751,7 +752,7 @@ async def test_an_answer_lists_log_probs_up_to_a_bound(replica: Replica, monkeyp
 
 def test_a_harness_that_asks_for_the_log_probs_of_sixteen_long_prompts_is_within_the_bound() -> None:
     likeliest, length, prompts = 1, 4096, 16
-    assert prompts * length * (1 + likeliest) <= module.MOST_LISTED
+    assert prompts * length * (1 + likeliest) <= openai_call.MOST_LISTED
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, GENERATE])
@@ -767,7 +768,7 @@ async def test_a_long_answer_is_written_beside_the_event_loop(
         body |= {"max_tokens": 5, **logprobs}
     short = (await talking.ask(path, **body)).json
     threads: list[threading.Thread] = []
-    write, turn = _Call.whole, talking.completions._desk.turn
+    write, turn = OpenAICall.whole, talking.completions._desk.turn
     sizes: list[int] = []
 
     def noted(call: Any, made: Any) -> Any:
@@ -782,12 +783,12 @@ async def test_a_long_answer_is_written_beside_the_event_loop(
         sizes.append(size)
         return turn(share, size)
 
-    monkeypatch.setattr(_Call, "whole", noted)
-    monkeypatch.setattr(module, "to_json", written)
+    monkeypatch.setattr(OpenAICall, "whole", noted)
+    monkeypatch.setattr(openai, "to_json", written)
     monkeypatch.setattr(talking.completions._desk, "turn", turned)
     await talking.ask(path, **body)
     assert (threads, len(sizes)) == ([threading.current_thread()] * 2, 1)
-    monkeypatch.setattr(module, "_AT_ONCE", 0)
+    monkeypatch.setattr(openai, "_AT_ONCE", 0)
     threads.clear()
     sizes.clear()
     long = (await talking.ask(path, **body)).json
@@ -825,7 +826,7 @@ async def test_the_most_log_probs_of_an_answer_fit_in_memory(talking: Replica) -
         each = (tracemalloc.get_traced_memory()[1] - before) / (size * 21)
     finally:
         tracemalloc.stop()
-    assert each * module.MOST_LISTED < 256 << 20
+    assert each * openai_call.MOST_LISTED < 256 << 20
 
 
 async def test_a_template_without_end_keeps_no_thread_and_no_caller(
