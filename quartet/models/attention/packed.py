@@ -145,19 +145,16 @@ def by_kernel(
     Returns:
         [1, L, heads, D]
     """
-    groups, options = query.shape[1] // key.shape[1], {}
-    if groups > 1 and _groups_heads(kernel):
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     rows = [state[0].transpose(0, 1).contiguous() for state in (query, key, value)]
+    options = {"enable_gqa": True} if key.shape[1] < query.shape[1] and _asks_for_groups(kernel) else {}
     attended = kernel(*rows, *boundaries, *longest, scale=scale, window_size=(-1, 0), **options)
     return attended[None]
 
 
 @functools.cache
-def _groups_heads(kernel: Kernel) -> bool:
-    """True if the kernel takes fewer key heads than query heads, as torch's does from 2.13 on."""
+def _asks_for_groups(kernel: Kernel) -> bool:
+    """True if fewer key heads than query heads have to be asked for, as from torch 2.13 on. Earlier ones take them
+    as they come: the kernel below is the same."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 

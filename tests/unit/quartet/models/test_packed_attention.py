@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quartet.config.base import ConfigError
@@ -49,10 +50,10 @@ def varlen(
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
     """The computation of torch's kernel, written out: the last query of a piece sees all of its keys. query
-    [Q, heads, D], key and value [K, heads, D]."""
+    [Q, heads, D], key and value [K, groups, D], each for as many heads as there are more of these."""
     assert (len(query), len(key)) == (cu_seq_q[-1], cu_seq_k[-1])
     assert key.shape == value.shape
-    assert query.shape[1:] == key.shape[1:]
+    key, value = (state.repeat_interleave(query.shape[1] // state.shape[1], 1) for state in (key, value))
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert window_size == (-1, 0)  # causal
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
@@ -68,12 +69,9 @@ def varlen(
 
 
 def grouped(*states: torch.Tensor, enable_gqa: bool = False, **options: Any) -> torch.Tensor:
-    """A version of the kernel that takes fewer key heads, if asked to."""
-    query, key, value, *rest = states
-    assert enable_gqa == (key.shape[1] < query.shape[1])
-    assert key.shape == value.shape
-    groups = query.shape[1] // key.shape[1]
-    return varlen(query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), *rest, **options)
+    """A version of the kernel that takes fewer key heads only if asked to, as torch's since 2.13."""
+    assert enable_gqa == (states[1].shape[1] < states[0].shape[1])
+    return varlen(*states, **options)
 
 
 def first_rows(query: torch.Tensor, *others: Any, enable_gqa: bool = False, **options: Any) -> torch.Tensor:
@@ -110,6 +108,16 @@ def test_a_kernel_gives_what_the_plain_path_gives(kernel: Kernel, scale: float |
     plain.backward(weights)
     for state, other in zip(inputs, others, strict=True):
         torch.testing.assert_close(state.grad, other.grad, atol=1e-5, rtol=0)
+
+
+def test_torchs_kernel_takes_the_call() -> None:
+    """Its checks and its shapes, in both directions; it computes on a GPU only."""
+    inputs = [states(heads).to("meta").requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
+    ends = bounds(LENGTHS).to("meta")
+    actual = by_kernel(varlen_attn, *inputs, (ends, ends), (5, 5), None)
+    assert actual.shape == (1, 9, HEADS, WIDTH)
+    gradients = torch.autograd.grad(actual.sum(), inputs)
+    assert [gradient.shape for gradient in gradients] == [state.shape for state in inputs]
 
 
 def test_a_row_with_a_shared_beginning_gives_what_whole_sequences_give() -> None:
