@@ -29,7 +29,12 @@ from quartet.models.compiled import compile_layers
 from quartet.models.device import default_device, on_device
 from quartet.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
 from quartet.ranks.ranks import Ranks, start_distributed
-from quartet.seams.deepspeed import without_comparison_of_batches, without_reduction
+from quartet.seams.deepspeed import (
+    with_norm_in_one_pass,
+    without_average,
+    without_comparison_of_batches,
+    without_reduction,
+)
 from quartet.wire.codec import Floats, Ints
 
 NORM = "grad_norm"
@@ -72,13 +77,12 @@ class TrainedModule:
             config=describe(config),
             lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
         )[0]
-        if self._ranks.world_size == 1 and config.zero_stage == 0:
-            without_reduction(self._engine)
         if size > 1:
             check_divided(module)
             without_comparison_of_batches(self._engine)  # `passes` makes them equal
         # The ranks with other sequences than this one. With tensor parallelism some ranks share their sequences.
         self._data = data_parallel(self._ranks, size) if size > 1 else self._ranks
+        self._spare_passes()
         self._average = Average(trained, config.ema_decay) if config.ema_decay else None
         self.skipped_in_a_row = 0
         """Number of consecutive optimizer steps up to now that were skipped for a gradient that was not finite."""
@@ -86,6 +90,18 @@ class TrainedModule:
         self.optimizer_state = OptimizerState(self._engine, leaves=config.colocate)
         """Brings the optimizer's state to the device, where `step` needs it."""
         self._one_mode()
+
+    def _spare_passes(self) -> None:
+        """Leaves out what DeepSpeed does with gradients that changes nothing."""
+        config, engine, alone = self._config, self._engine, self._data.world_size == 1
+        if self._ranks.world_size == 1 and config.zero_stage == 0:
+            without_reduction(engine)
+        if config.zero_stage not in (1, 2) or config.adam_offload:
+            return
+        if alone:
+            without_average(engine)
+        if config.tensor_parallel.size == 1:
+            with_norm_in_one_pass(engine)
 
     def _one_mode(self) -> None:
         """Keeps the module in evaluation mode, so that training computes exactly as the log-probs and values before

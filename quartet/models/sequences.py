@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -290,25 +290,50 @@ def packed_batches(
     prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int, *, shared: bool = False
 ) -> Iterator[list[int]]:
     """Indices of pairs, batch by batch, each of at most `max_tokens` without padding, in the order of their length:
-    attention's cost grows with length, and similar lengths give batches of similar memory.
+    attention's cost grows with length, and similar lengths give batches of similar memory. As few batches as that
+    takes, of about as many tokens each: a small one at the end would cost a GPU nearly as much time as a large one.
 
     A single pair that is longer makes a batch of its own. With `shared` a prompt that several pairs share counts once
     (`held`), and these stay together, in as many batches as they need.
     """
     groups = sharing(prompts, responses) if shared else [[pair] for pair in range(len(prompts))]
     groups.sort(key=lambda group: len(prompts[group[0]]) + max(len(responses[pair]) for pair in group))
-    batch: list[int] = []
-    tokens = 0
+    parts: list[list[int]] = []
+    sizes: list[int] = []
     for group in groups:
-        prompt = len(prompts[group[0]])
-        for part, size in _parts(prompt, group, [len(responses[pair]) for pair in group], max_tokens):
-            if batch and tokens + size > max_tokens:
-                yield batch
-                batch, tokens = [], 0
-            batch += part
-            tokens += size
-    if batch:
-        yield batch
+        lengths = [len(responses[pair]) for pair in group]
+        for part, size in _parts(len(prompts[group[0]]), group, lengths, max_tokens):
+            parts.append(part)
+            sizes.append(size)
+    for run in even_runs(sizes, max_tokens):
+        yield list(chain.from_iterable(parts[run]))
+
+
+def even_runs(sizes: Sequence[int], most: int) -> list[slice]:
+    """Divides items that lie in a row into as few runs as it takes for at most `most` in each, with the largest run
+    as small as it can be. An item of more than `most` is a run of its own."""
+    runs = _runs(sizes, most)
+    least = min(most, -(-sum(sizes) // max(1, len(runs))))
+    while least < most:
+        middle = (least + most) // 2
+        if len(fewer := _runs(sizes, middle)) == len(runs):
+            runs, most = fewer, middle
+        else:
+            least = middle + 1
+    return runs
+
+
+def _runs(sizes: Sequence[int], most: int) -> list[slice]:
+    """The runs of items that are filled one after the other, each as far as `most` allows."""
+    runs: list[slice] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        if not runs or total + size > most:
+            runs.append(slice(index, index))
+            total = 0
+        runs[-1] = slice(runs[-1].start, index + 1)
+        total += size
+    return runs
 
 
 def _parts(prompt: int, group: list[int], lengths: list[int], most: int) -> Iterator[tuple[list[int], int]]:

@@ -1,17 +1,23 @@
 """The seam with DeepSpeed, against its engine. Marks of divided weights: learner/test_tensor_parallel.py."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner.learner import RankLearner
 from quartet.models.loading import load_causal
 from quartet.seams import deepspeed
+
+UNREAD = {"empty", "empty_like", "detach"}
+"""Operators that neither read nor write numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +57,95 @@ def test_one_rank_without_zero_averages_nothing(engine: Any, monkeypatch: pytest
     engine.backward(engine(torch.ones(1, 2, dtype=torch.long)).logits.sum())
     assert reduced == [1]
     engine.zero_grad()
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def zero(request: pytest.FixtureRequest, policy_folder: Path) -> Any:
+    """The engine of a single rank with ZeRO, in half precision."""
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    config = PolicyConfig(
+        model=str(policy_folder), optimizer=optimizer, dtype="bfloat16", zero_stage=request.param, packing=True
+    )
+    return RankLearner(load_causal(str(policy_folder), "bfloat16"), config)._engine
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that operators read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in UNREAD or any(_views(given) for given in func._schema.returns):
+            return result
+        for field, given in zip(func._schema.arguments, args, strict=False):
+            written = field.alias_info is not None and field.alias_info.is_write
+            read = func.overloadpacket.__name__ != "copy_" or not written
+            self.bytes += (written + read) * sum(map(_bytes, tree_leaves(given)))
+        if not any(given.alias_info for given in func._schema.returns):
+            self.bytes += sum(map(_bytes, tree_leaves(result)))
+        return result
+
+
+def _views(given: Any) -> bool:
+    return given.alias_info is not None and not given.alias_info.is_write
+
+
+def _bytes(leaf: Any) -> int:
+    return leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else 0
+
+
+def backward(engine: Any, factor: float = 1.0) -> list[torch.Tensor]:
+    """One backward pass; the gradients that torch gave the parameters."""
+    gradients: list[torch.Tensor] = []
+    hooks = [
+        parameter.register_hook(lambda gradient: gradients.append(gradient.detach().double().clone()))
+        for parameter in engine.module.parameters()
+    ]
+    engine.backward(engine(torch.ones(1, 2, dtype=torch.long)).logits.float().sum() * factor)
+    for hook in hooks:
+        hook.remove()
+    return gradients
+
+
+def test_one_rank_with_zero_averages_nothing(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    reduced: list[int] = []
+    monkeypatch.setattr(stage_1_and_2.dist, "all_reduce", lambda *_, **__: reduced.append(1))
+    backward(zero)
+    assert reduced == []
+    zero.step()
+    reduced.clear()
+    monkeypatch.delattr(zero.optimizer, "average_tensor")
+    backward(zero)
+    assert len(reduced) == len(list(zero.module.parameters()))
+    zero.step()
+
+
+def test_zero_finds_the_norm_in_one_pass(zero: Any) -> None:
+    gradients = backward(zero)
+    with Moved() as moved:
+        zero.step()
+    assert zero.was_step_applied()
+    expected = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    assert float(zero.get_global_grad_norm()) == pytest.approx(float(expected), rel=1e-6)
+    count = sum(parameter.numel() for parameter in zero.module.parameters())
+    # Norm 2, flat copy 4, fp32 copy 6, clipping 8, AdamW 32, weights 6.
+    assert moved.bytes / count == pytest.approx(58, rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_zero_skips_a_step_whose_norm_is_not_finite(zero: Any, factor: float) -> None:
+    before = [parameter.detach().clone() for parameter in zero.module.parameters()]
+    backward(zero, factor)
+    zero.step()
+    assert not zero.was_step_applied()
+    assert all(map(torch.equal, before, zero.module.parameters()))
 
 
 def test_the_kernel_that_is_not_compiled_is_one_of_deepspeeds() -> None:
