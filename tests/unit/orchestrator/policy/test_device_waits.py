@@ -74,6 +74,13 @@ def test_a_policys_step_waits_once_however_many_micro_batches_it_has(
     )
 
 
+def test_a_step_with_zero_waits_twice_more(folder: Path) -> None:
+    """DeepSpeed reads the norm: whether it is finite, before the step and before clipping."""
+    options = {"packing": True, "dtype": "bfloat16", "zero_stage": 1}
+    one, many = (of_training(folder, WHOLE, {}, **options, micro_batch_tokens=tokens) for tokens in MICRO_BATCHES)
+    assert one == many == {"tolist": 1, "_local_scalar_dense": 3}
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_critics_step_waits_as_often(folder: Path, packing: bool) -> None:
     counted = []
