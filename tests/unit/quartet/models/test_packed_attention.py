@@ -112,12 +112,12 @@ def test_a_kernel_gives_what_the_plain_path_gives(kernel: Kernel, scale: float |
 
 def test_torchs_kernel_takes_the_call() -> None:
     """Its checks and its shapes, in both directions; it computes on a GPU only."""
-    inputs = [states(heads).to("meta").requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
+    query, key, value = (states(heads).to("meta").requires_grad_() for heads in (HEADS, GROUPS, GROUPS))
     ends = bounds(LENGTHS).to("meta")
-    actual = by_kernel(varlen_attn, *inputs, (ends, ends), (5, 5), None)
+    actual = by_kernel(varlen_attn, query, key, value, (ends, ends), (5, 5), None)
     assert actual.shape == (1, 9, HEADS, WIDTH)
-    gradients = torch.autograd.grad(actual.sum(), inputs)
-    assert [gradient.shape for gradient in gradients] == [state.shape for state in inputs]
+    gradients = torch.autograd.grad(actual.sum(), (query, key, value))
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 
 
 def test_a_row_with_a_shared_beginning_gives_what_whole_sequences_give() -> None:
