@@ -111,7 +111,7 @@ def test_a_kernel_gives_what_the_plain_path_gives(kernel: Kernel, scale: float |
 
 
 def test_torchs_kernel_takes_the_call() -> None:
-    """Its checks and its shapes, in both directions; it computes on a GPU only."""
+    """Goes through its checks and its shapes, in both directions; it computes on a GPU only."""
     query, key, value = (states(heads).to("meta").requires_grad_() for heads in (HEADS, GROUPS, GROUPS))
     ends = bounds(LENGTHS).to("meta")
     actual = by_kernel(varlen_attn, query, key, value, (ends, ends), (5, 5), None)
