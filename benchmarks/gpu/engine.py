@@ -4,11 +4,12 @@ learner's. Six minutes.
     python -m benchmarks.gpu.engine [--sizes 0.5B,1.5B] [--prompts 256] [--prompt 128] [--new 256] [--device cuda]
                                     [--settings NAME;NAME]
 
-Each engine runs in a process of its own, since vLLM gives a GPU's memory back with its process. `mismatch` is the
-mean of |log-prob of the engine - log-prob of transformers' model|, both in bfloat16. A push follows: the engine's own
-weights through shared memory, and on a GPU through its memory too, from when it is asked for to when it generates
-again. Then it rests: with `colocate` it releases its KV cache. (`benchmarks.rollout` compares the service with
-LLM.generate.)
+Each engine runs in a process of its own, since vLLM gives a GPU's memory back with its process. `decode_ms` is the
+time of one more token for all prompts, and `busy_percent` the share of the whole time in which the GPU computed: the
+rest is the host's. `mismatch` is the mean of |log-prob of the engine - log-prob of transformers' model|, both in
+bfloat16. A push follows: the engine's own weights through shared memory, and on a GPU through its memory too, from
+when it is asked for to when it generates again. Then it rests: with `colocate` it releases its KV cache.
+(`benchmarks.rollout` compares the service with LLM.generate.)
 """
 
 import asyncio
@@ -27,6 +28,7 @@ import typer
 
 from benchmarks.gpu.models import make, tokens
 from benchmarks.gpu.results import Results, alone
+from benchmarks.gpu.watch import Watch, busy
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {},
@@ -74,12 +76,19 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
     figures: dict[str, Any] = {"start_s": time.perf_counter() - began}
     draw = np.random.default_rng(0)
     asked = [draw.integers(2, tokens(size), int(prompt)).astype(np.int32) for _ in range(int(prompts))]
-    sampling = Sampling(max_new_tokens=int(new), ignore_eos=True)
-    for _ in range(2):
-        began = time.perf_counter()
+
+    async def generated(count: int) -> tuple[list[Any], float]:
+        sampling, began = Sampling(max_new_tokens=count, ignore_eos=True), time.time()
         samples = await asyncio.gather(*(engine.generate(i, ids, sampling, i) for i, ids in enumerate(asked)))
-        took = time.perf_counter() - began
+        return samples, time.time() - began
+
+    await generated(int(new))
+    with Watch() as watch:
+        samples, took = await generated(int(new))
+        ended = time.time()
     figures["tokens_s"] = round(len(samples) * int(new) / took)
+    figures["decode_ms"] = 1000 * (took - (await generated(1))[1]) / (int(new) - 1)
+    figures |= busy(watch.looks, ended - took, ended)
     where, some = torch.device(device), samples[:8]
     model = load_causal(config.model, config.dtype).to(where).eval()
     figures["mismatch"] = mismatch(

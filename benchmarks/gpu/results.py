@@ -21,6 +21,8 @@ console = Console(width=160)
 LONGEST_S = 200.0
 """Longest time of a process of its own, in seconds."""
 Cell = str | float | int
+LIST = "longest"
+"""Name of a cell that is too long for a table."""
 
 
 class Results:
@@ -57,7 +59,7 @@ class Results:
 
     def show(self) -> None:
         """Prints the table."""
-        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        names = list(dict.fromkeys(name for row in self._rows for name in row if name != LIST))
         drawn = Table(*names, title=f"{self._name}: {machine()['device']}", title_justify="left")
         for row in self._rows:
             drawn.add_row(*(escape(_shown(row.get(name, ""))) for name in names))

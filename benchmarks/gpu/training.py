@@ -6,8 +6,10 @@
 One optimizer step on `tokens` packed tokens, sequences of `length`, of which half are the response. MFU counts 6
 operations for each parameter and token and 6 x layers x width x length for each token's attention, which is causal,
 over `--peak` TFLOP/s (989: a dense H100 or H200 by its data sheet). The plain loop is transformers' model in bfloat16
-with fp32 masters and torch's fused AdamW. Then five steps in float32 on this device and on a CPU, whose losses should
-agree; these are left out where `--sides` names some of the sides.
+with fp32 masters and torch's fused AdamW. One more step of each side runs under torch's profiler: the share of the
+step in which the GPU computes, the seconds of each kind of kernel, and the kernels that take longest. Then five steps
+in float32 on this device and on a CPU, whose losses should agree; these are left out where `--sides` names some of
+the sides.
 """
 
 import json
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.gpu.breakdown import breakdown, recorded
 from benchmarks.gpu.models import make, shape
 from benchmarks.gpu.results import Cell, Results, alone, seconds
 from orchestrator.algorithms.contract import Algorithm
@@ -161,9 +164,14 @@ def print_side(name: str, folder: str, size: str, tokens: str, length: str, devi
     lengths = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
     memory = torch.cuda.max_memory_allocated(where) / 2**30 if where.type == "cuda" else 0.0
     mfu = operations(size, lengths) / took / float(peak) / 1e12
-    figures = {"s": took, "tokens_s": round(sum(lengths) / took), "mfu_percent": 100 * mfu, "peak_gib": memory}
+    figures: dict[str, Cell] = {"s": took, "tokens_s": round(sum(lengths) / took), "mfu_percent": 100 * mfu}
+    figures["peak_gib"] = memory
     # After the step: with colocate the optimizer's state is elsewhere.
     figures["between_gib"] = torch.cuda.memory_reserved(where) / 2**30 if where.type == "cuda" else 0.0
+    try:
+        figures |= breakdown(recorded(step, where), took)
+    except Exception as error:  # a profiler that does not work there takes no other figure along
+        figures["longest"] = f"not profiled: {type(error).__name__}: {error}"[:200]
     print(json.dumps(figures))
 
 
