@@ -7,12 +7,14 @@ Quartet runs `deploy/ppo-1gpu.yaml` with these models and lengths: seconds of ea
 each process (where nvidia-smi shows processes) and of the GPU, and the share of the updates in which the GPU
 computed, as a whole and while the loop waited for each thing. Then TRL trains on the same prompts, with the same
 minibatches: bfloat16 weights and no fp32 masters, the fastest that it does, although Quartet keeps masters. It
-generates and scores a whole batch at a time. As it keeps the logits, fewer at a time are tried where that does not
-fit, and then half the batch. The first update of each side is left out. PEER is a Python with TRL in it; by default
-this one (`pip install --no-deps trl==1.12.0`, and its accelerate and datasets). All responses have `--new` tokens.
+generates and scores a whole batch at a time. As it keeps the logits of three batches, its batch is the largest that
+fits by arithmetic, and a smaller one if that does not fit after all. The first update of each side is left out. PEER
+is a Python with TRL in it; by default this one (`pip install --no-deps trl==1.12.0`, and its accelerate and
+datasets). All responses have `--new` tokens.
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -27,19 +29,20 @@ import typer
 import yaml
 
 from benchmarks.figures import keep_file
-from benchmarks.gpu.models import LETTERS, make
+from benchmarks.gpu.models import LETTERS, make, shape
 from benchmarks.gpu.results import Cell, Results
 from benchmarks.gpu.watch import Watch, busy
 from benchmarks.tails import tails
 from benchmarks.vs_trl.sides import PEER, STAGES, Quartet, run
 from orchestrator.tracing.activity import LOOP
 from orchestrator.tracing.file import read_tail
+from quartet.models.size import ModelSize
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "ppo-1gpu.yaml"
 MINIBATCHES = 4
 RATE = 1e-7
-LEAST = 32
-"""Smallest batch that TRL's whitening takes in four minibatches."""
+SHARE = 0.9
+"""Most of a GPU's memory that a sum of TRL's may take: it is one by arithmetic."""
 
 
 def main(
@@ -64,12 +67,10 @@ def main(
                 raw = configured(folder, batch=batch, prompt=prompt, new=new, device=device, colocate=colocate)
                 trace = f"trace-{size}{'-colocated' * colocate}.json"
                 results.attempt(f"{size} Quartet", partial(ours, folder, raw, updates, trace))
-            for count, forward in trials(batch) if only != "quartet" else ():
-                settings = peer_settings(folder, count, new, updates, device, forward)
-                what = f"{size} TRL, batches of {count}, {forward} at a time"
-                results.attempt(what, partial(theirs, peer, settings))
-                if results.last_worked:
-                    break
+            if only != "quartet":
+                tries = sizes_that_fit(size, batch, prompt + new, new, memory_gib())
+                settings = peer_settings(folder, tries, new, updates, device)
+                results.attempt(f"{size} TRL", partial(theirs, peer, settings))
     results.show()
 
 
@@ -78,7 +79,9 @@ def models(folder: Path, size: str, batch: int, prompt: int, device: str) -> Non
     dtype = "bfloat16" if device == "cuda" else "float32"
     make(folder / "policy", size, dtype)
     make(folder / "reward", size, dtype, reward=True)
-    letters = np.random.default_rng(0).choice(list(LETTERS), (4 * batch, prompt))
+    letters = np.random.default_rng(0).choice(
+        list(LETTERS), (8 * batch, prompt)
+    )  # more than are used: TRL steps early at their end
     lines = [json.dumps({"prompt": "".join(row)}) for row in letters.tolist()]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
@@ -107,7 +110,7 @@ def configured(
     if device == "cpu":
         _on_a_cpu(raw, parts)
     elif torch.cuda.is_available():
-        run_["gpu_gib"] = torch.cuda.mem_get_info()[1] / 2**30
+        run_["gpu_gib"] = memory_gib()
     return raw
 
 
@@ -147,33 +150,61 @@ def ours(folder: Path, raw: dict[str, Any], updates: int, trace: str) -> dict[st
 
 
 def theirs(python: str, settings: dict[str, Any]) -> dict[str, Cell]:
-    """Samples/s of TRL, how busy the GPU was, and what it had to hold."""
+    """Samples/s of TRL with its largest batch, how busy the GPU was, and what it had to hold."""
     environment = dict(os.environ)
     if Path(python).absolute() != Path(sys.executable).absolute():
         environment.pop("PYTHONPATH", None)  # libraries of another environment
     with Watch() as watch:
         printed = run([python, str(PEER), json.dumps(settings)], environment)
-    done = [json.loads(line) for line in printed.splitlines() if line.startswith('{"seconds"')]
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith('{"seconds"')]
+    batch = lines[-1]["batch"]  # those before it did not fit
+    done = [update for update in lines if update["batch"] == batch]
     step_s = median(update["seconds"] for update in done[1:])
     compute = busy(watch.looks, done[0]["ended"], done[-1]["ended"])
-    return {"samples_s": settings["batch"] / step_s, "step_s": step_s} | compute | watch.memory()
+    return {"samples_s": batch / step_s, "step_s": step_s, "batch": batch} | compute | watch.memory()
 
 
-def trials(batch: int) -> list[tuple[int, int]]:
-    """TRL's batches and how many responses of one go forward at a time, the fastest first. It generates as many at a
-    time too, so that less than all is slower; a smaller batch is the last resort."""
-    return [(count, forward) for count in halved(batch) for forward in halved(count)]
+def memory_gib() -> float:
+    """Memory of the GPU; infinite without one."""
+    return torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else math.inf
 
 
-def peer_settings(
-    folder: Path, batch: int, new: int, updates: int, device: str, forward: int | None = None
-) -> dict[str, Any]:
-    """TRL's settings for the same step; `forward` responses at a time, or all."""
+def sizes_that_fit(size: str, batch: int, longest: int, new: int, gib: float) -> list[dict[str, int]]:
+    """TRL's batches that fit into so much memory, the largest first, from `batch` to an eighth of it; for each the
+    number of responses that fit into a training pass."""
+    found = []
+    for count in (batch, batch * 3 // 4, batch // 2, batch // 4, batch // 8):
+        minibatch = count // MINIBATCHES
+        micros = [micro for micro in range(minibatch, 0, -1) if minibatch % micro == 0]
+        fitting = [micro for micro in micros if trl_gib(size, count, micro, longest, new) <= SHARE * gib]
+        if fitting:
+            found.append({"batch": count, "micro": fitting[0]})
+    return found
+
+
+def trl_gib(size: str, batch: int, micro: int, longest: int, new: int) -> float:
+    """GiB that TRL 1.12.0's PPOTrainer holds at most, by arithmetic, with weights, gradients and moments in bfloat16.
+
+    It keeps a batch's logits in float32 until the next batch has been sampled, which holds them twice: as generated,
+    and padded. A training pass of `micro` sequences keeps its states for the backward pass of both models: 8 bytes a
+    token for each number of an MLP, and 20 for each of the hidden states, which is what a plain loop took on an H200;
+    and the logits four times, with their gradient.
+    """
+    model = ModelSize.of(shape(size))
+    rest = 16 * model.parameters  # four models, and two moments for each of two
+    logits = 4 * batch * new * model.vocabulary
+    cache = 4 * batch * longest * model.layers * model.keys
+    kept = 2 * model.layers * (8 * model.intermediate + 20 * model.hidden) + 8 * model.vocabulary
+    training = rest + 4 * model.parameters + logits + micro * longest * kept
+    return max(rest + 3 * logits + cache, training) / 2**30
+
+
+def peer_settings(folder: Path, tries: list[dict[str, int]], new: int, updates: int, device: str) -> dict[str, Any]:
+    """TRL's settings for the same step, with the first of these batches that fits."""
     return {
         "algorithm": "ppo",
         "folder": str(folder),
-        "batch": batch,
-        "forward": forward or batch,
+        "tries": tries,
         "minibatches": MINIBATCHES,
         "epochs": 1,
         "response": new,
@@ -184,14 +215,6 @@ def peer_settings(
         "weights": "bfloat16" if device == "cuda" else "float32",
         "threads": len(os.sched_getaffinity(0)),
     }
-
-
-def halved(batch: int) -> list[int]:
-    """The batch, half of it, and so on."""
-    counts = [batch]
-    while counts[-1] // 2 >= LEAST:
-        counts.append(counts[-1] // 2)
-    return counts
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
     python peer.py SETTINGS
 
-SETTINGS is JSON: a case, and on a GPU also `device`, the dtype of the `weights`, and how many responses go `forward`
-at a time. Prints a line of JSON for each update by a batch of responses: its seconds, and when it ended.
+SETTINGS is JSON: a case, and on a GPU also `device`, the dtype of the `weights`, and `tries`: batches, each with how
+many of its responses go through a training pass at a time, `micro`. The first that the GPU's memory takes counts; a
+process that is short of memory keeps none of it. Prints a line of JSON for each update by a batch of responses: its
+batch and seconds, and when it ended.
 """
 
+import gc
 import json
 import os
 import sys
@@ -27,8 +30,8 @@ from transformers import (
 class Stopwatch(TrainerCallback):
     """Tells how long each update took, of so many steps as its trainer counts them."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps, self._done, self._last = steps, 0, time.perf_counter()
+    def __init__(self, batch: int, steps: int = 1) -> None:
+        self._batch, self._steps, self._done, self._last = batch, steps, 0, time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Called once a step is done."""
@@ -36,17 +39,32 @@ class Stopwatch(TrainerCallback):
         if self._done % self._steps:
             return
         now = time.perf_counter()
-        print(json.dumps({"seconds": now - self._last, "ended": time.time()}), flush=True)
+        print(json.dumps({"seconds": now - self._last, "ended": time.time(), "batch": self._batch}), flush=True)
         self._last = now
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Trains for `updates` updates."""
+    """Trains for `updates` updates. RuntimeError if no batch fits."""
     if settings.get("device", "cpu") == "cpu":
         torch.set_num_threads(settings["threads"])
     with open(f"{settings['folder']}/prompts.jsonl", encoding="utf-8") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines]
-    {"ppo": ppo, "grpo": grpo}[settings["algorithm"]](settings, prompts).train()
+    for tried in settings.get("tries", [{}]):
+        if fits(settings | tried, prompts):
+            return
+        gc.collect()
+        torch.cuda.empty_cache()
+    raise RuntimeError(f"out of memory with each of {settings['tries']}")
+
+
+def fits(settings: dict[str, Any], prompts: list[str]) -> bool:
+    """Trains; False if the GPU has too little memory for it."""
+    try:
+        {"ppo": ppo, "grpo": grpo}[settings["algorithm"]](settings, prompts).train()
+    except torch.OutOfMemoryError as error:
+        print(f"batch {settings['batch']}: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def ppo(settings: dict[str, Any], prompts: list[str]) -> Any:
@@ -54,21 +72,23 @@ def ppo(settings: dict[str, Any], prompts: list[str]) -> Any:
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     batch, policy = settings["batch"], f"{settings['folder']}/policy"
+    minibatch = batch // settings["minibatches"]
+    micro = settings.get("micro", minibatch)
     tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=False)
     reward, value = (scorer(settings) for _ in range(2))
     config = PPOConfig(
-        **common(settings),
-        per_device_train_batch_size=batch,
+        **common(settings) | {"gradient_accumulation_steps": batch // micro},
+        per_device_train_batch_size=micro,
         num_mini_batches=settings["minibatches"],
         num_ppo_epochs=settings["epochs"],
         total_episodes=batch * settings["updates"],
-        local_rollout_forward_batch_size=settings.get("forward", batch),
+        local_rollout_forward_batch_size=batch,
         response_length=settings["response"],
         stop_token=None if settings["equal"] else "eos",
         num_sample_generations=0,
     )
     data = Dataset.from_dict({"input_ids": tokenizer(prompts)["input_ids"]})
-    return PPOTrainer(
+    trainer = PPOTrainer(
         config,
         tokenizer,
         model=language_model(settings),
@@ -77,8 +97,11 @@ def ppo(settings: dict[str, Any], prompts: list[str]) -> Any:
         value_model=value,
         train_dataset=data,
         eval_dataset=data.select(range(batch)),
-        callbacks=[Stopwatch(1)],
+        callbacks=[Stopwatch(batch)],
     )
+    # An optimizer step for each minibatch: as it is, the trainer would make one for the whole batch.
+    trainer.accelerator.gradient_accumulation_steps = minibatch // micro
+    return trainer
 
 
 def grpo(settings: dict[str, Any], prompts: list[str]) -> Any:
@@ -106,7 +129,7 @@ def grpo(settings: dict[str, Any], prompts: list[str]) -> Any:
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
         reward_processing_classes=tokenizer,
-        callbacks=[Stopwatch(steps)],
+        callbacks=[Stopwatch(settings["batch"], steps)],
     )
 
 

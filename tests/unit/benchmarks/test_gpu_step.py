@@ -1,13 +1,18 @@
 """The file with which benchmarks/gpu/step.py runs everything on one GPU is valid, and sees to equal work."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from benchmarks.gpu.step import configured, halved, models, peer_settings, trials
+from benchmarks.gpu.step import configured, models, peer_settings, sizes_that_fit, trl_gib
 from orchestrator.commands.checks.preflight import preflight
 from orchestrator.deployment.file import Deployment
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -19,7 +24,7 @@ def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, coloca
     file.write_text(yaml.safe_dump(raw))
     deployment = Deployment.load(file, check_services=True)
     inputs = preflight(deployment)
-    run, theirs = deployment.orchestrator, peer_settings(tmp_path, 8, 10, 3, device)
+    run, theirs = deployment.orchestrator, peer_settings(tmp_path, [], 10, 3, device)
     assert {len(prompt.prompt_ids) for prompt in inputs.train.prompts} == {6}
     assert run.sampling.min_new_tokens == run.sampling.max_new_tokens == theirs["response"] == 10
     assert run.batch_size // run.algorithm.minibatch_size == theirs["minibatches"]
@@ -27,12 +32,45 @@ def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, coloca
     assert run.policy.dtype == theirs["weights"]
 
 
-def test_a_batch_is_halved_while_it_can_be_whitened() -> None:
-    assert halved(256) == [256, 128, 64, 32]
-    assert halved(40) == [40]
+def test_the_peer_takes_the_largest_batch_that_fits_by_arithmetic() -> None:
+    by_hand = 16 * 1_543_714_304 + 3 * 4 * 192 * 256 * 151_936 + 4 * 192 * 384 * 28 * 256
+    assert trl_gib("1.5B", 192, 1, 384, 256) == pytest.approx(by_hand / 2**30)
+    h200 = sizes_that_fit("1.5B", 256, 384, 256, 139.8)
+    assert h200[:2] == [{"batch": 192, "micro": 24}, {"batch": 128, "micro": 16}]
+    assert sizes_that_fit("0.5B", 256, 384, 256, 139.8)[0]["batch"] == 256
+    assert sizes_that_fit("0.5B", 256, 384, 256, 79.2)[0] == {"batch": 128, "micro": 16}
+    assert sizes_that_fit("1.5B", 256, 384, 256, 79.2)[0]["batch"] == 64
+    assert sizes_that_fit("1.5B", 256, 384, 256, 24.0) == []
 
 
-def test_the_peer_first_takes_the_whole_batch_at_once(tmp_path: Path) -> None:
-    assert trials(128) == [(128, 128), (128, 64), (128, 32), (64, 64), (64, 32), (32, 32)]
-    assert peer_settings(tmp_path, 256, 8, 2, "cuda")["forward"] == 256
-    assert peer_settings(tmp_path, 256, 8, 2, "cuda", 64)["forward"] == 64
+def test_a_training_pass_of_the_peer_needs_what_a_plain_loop_took() -> None:
+    """One model's states for 16,384 tokens took 44 GiB on an H200."""
+    tokens, logits = 16_384, 8 * 151_936 * 16_384
+    rest = 20 * 1_543_714_304 + 4 * 64 * 256 * 151_936
+    both = trl_gib("1.5B", 64, 8, tokens // 8, 256) * 2**30 - rest - logits
+    assert both / 2 / 2**30 == pytest.approx(44, rel=0.05)
+
+
+def test_the_peer_goes_on_to_a_smaller_batch_where_memory_does_not_suffice(tmp_path: Path) -> None:
+    """The real peer, whose trainers are replaced by one that needs a small batch."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    program = (
+        "import sys, types\n"
+        "sys.modules['datasets'] = types.SimpleNamespace(Dataset=None)\n"
+        "import torch\n"
+        "from benchmarks.vs_trl import peer\n"
+        "class Trainer:\n"
+        "    def __init__(self, settings, prompts): self._batch = settings['batch']\n"
+        "    def train(self):\n"
+        "        print('batch', self._batch)\n"
+        "        if self._batch > 2: raise torch.OutOfMemoryError('too large')\n"
+        "peer.ppo = Trainer\n"
+        "import json\n"
+        "peer.main(json.loads(sys.argv[1]))\n"
+    )
+    for batches, status in ((8, 4, 2, 1), 0), ((8, 4), 1):
+        settings = peer_settings(tmp_path, [{"batch": count, "micro": 1} for count in batches], 4, 2, "cpu")
+        command = [sys.executable, "-c", program, json.dumps(settings)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == status, done.stderr
+        assert done.stdout.split() == [word for count in batches if count > 1 for word in ("batch", str(count))]
