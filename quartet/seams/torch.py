@@ -1,13 +1,16 @@
-"""Private names of torch: options of process groups, the permission to compute with AMX's tiles, and the class of all
-dropouts. None has a public way."""
+"""Private names of torch: options of process groups, the permission to compute with AMX's tiles, the class of all
+dropouts, and a look at each operator. None has a public way."""
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo, Store
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 VERSIONS = ">=2.11,<2.14"
 
@@ -44,3 +47,29 @@ def allow_matrix_tiles() -> None:
 def dropouts(model: nn.Module) -> Iterator[nn.Module]:
     """The model's layers of dropout, of any number of dimensions."""
     return (module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd))
+
+
+class Operators(TorchDispatchMode):
+    """Looks at each operator of this thread after torch has carried it out, while it is entered. Operators that only
+    make a view are left out."""
+
+    @abstractmethod
+    def look(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Looks at one operator: the tensors that it was given, in order, and those that it returned."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns):
+            self.look(func.overloadpacket.__name__, _tensors((args, kwargs)), _tensors(result))
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number of the memory that a tensor is a view of, no other memory's as long as that exists."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,12 +1,15 @@
-"""Loads new weights into vLLM's model, layer by layer, and keeps track of whether the model is complete."""
+"""Loads new weights into vLLM's model, layer by layer at first, and keeps track of whether the model is complete."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quartet.seams import vllm
 from quartet.weight_transfer.manifest import Manifest
+from services.rollout.vllm.destinations import Destinations, Watch
 
 
 class Loading:
@@ -27,6 +30,43 @@ class Loading:
         """The kernels of mixtures of experts by the method that runs them, while the layers are open."""
         self.stale: list[str] = []
         """Layers that the last update brought no weights for, not even shared ones."""
+        self._layout: Any = None
+        """The layout of the weights of which it is known whether they can be copied straight into place."""
+        self._destinations: Destinations | None = None
+        """The places of weights of that layout, if they can."""
+
+    def replace(
+        self, manifest: Manifest, buckets: Callable[[], Iterable[tuple[range, Tensor]]], check: Callable[[], None]
+    ) -> None:
+        """Loads a complete set of weights: layer by layer, or straight into place where the first load of weights of
+        this layout has shown where that is.
+
+        Args:
+            manifest: their layout.
+            buckets: gives the buckets, from memory of the host or the model's GPU, each time that it is called.
+            check: raises if the weights changed while they were loaded; the model then needs a further push.
+        """
+        layout = (manifest.names, manifest.dtypes, manifest.shapes)
+        if layout == self._layout and self._destinations is not None:
+            self.broken = True
+            self._destinations.fill(self._tensors(manifest, buckets()))
+            self._wait()
+            check()
+            self.broken = False
+            return
+        watch = nullcontext() if layout == self._layout else Watch()
+        with watch as watching:
+            self.take_apart()
+            self.load(manifest, buckets(), watching)
+            self.put_together(check)
+        if watching is not None:
+            self._learn(layout, watching, self._tensors(manifest, buckets()))
+
+    def _learn(self, layout: Any, watched: Watch, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Keeps the places that a load has shown, if the model holds these weights there."""
+        found = watched.destinations(self._model)
+        if found is None or found.hold(weights):
+            self._layout, self._destinations = layout, found
 
     def take_apart(self) -> None:
         """Opens all layers for new weights."""
@@ -38,10 +78,11 @@ class Loading:
         self._put_kernels_aside()
         vllm.open_layers(self._model)
 
-    def load(self, manifest: Manifest, buckets: Iterable[tuple[range, torch.Tensor]]) -> None:
+    def load(self, manifest: Manifest, buckets: Iterable[tuple[range, Tensor]], watch: Watch | None = None) -> None:
         """Loads buckets of a manifest, from memory of the host or the model's GPU. Layers with padding keep referring
-        to them until `put_together`."""
-        self._model.load_weights(self._tensors(manifest, buckets))
+        to them until `put_together`. `watch` is told the weights' names."""
+        weights = self._tensors(manifest, buckets)
+        self._model.load_weights(weights if watch is None else watch.named(weights))
         self._wait()
 
     def _wait(self) -> None:
@@ -49,9 +90,7 @@ class Loading:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _tensors(
-        self, manifest: Manifest, buckets: Iterable[tuple[range, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, manifest: Manifest, buckets: Iterable[tuple[range, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for bucket, data in buckets:
             # One copy to the device per bucket, while the bucket before is being loaded.
             yield from manifest.cut(bucket, data.to(self._device, non_blocking=True))

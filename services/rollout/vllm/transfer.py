@@ -99,9 +99,7 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         again."""
         assert self._receiver is not None
         assert self._manifest is not None
-        self._loading.take_apart()
-        self._loading.load(self._manifest, self._receiver.buckets())
-        self._loading.put_together(self._receiver.check)
+        self._loading.replace(self._manifest, self._receiver.buckets, self._receiver.check)
 
     def discard(self) -> bool:
         """Ends a push without its weights; True if the model still has its old weights."""

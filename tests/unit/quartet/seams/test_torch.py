@@ -1,5 +1,6 @@
 """The seam with torch. The permission for AMX's tiles: test_matrix_tiles.py; NCCL's groups need a GPU."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -20,3 +21,18 @@ def test_every_kind_of_dropout_is_found() -> None:
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     model = nn.Sequential(*(kind(0.5) for kind in kinds), nn.Linear(1, 1))
     assert [type(found) for found in seam.dropouts(model)] == list(kinds)
+
+
+def test_each_operator_is_looked_at_but_for_views() -> None:
+    class Seen(seam.Operators):
+        def look(self, name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+            seen.append((name, [*map(seam.storage_of, given)], [*map(seam.storage_of, made)]))
+
+    seen: list[tuple[str, list[int], list[int]]] = []
+    first, second = torch.ones(4), torch.ones(2)
+    with Seen():
+        first[:2].copy_(second)
+        total = torch.cat([first, second])
+    one, two, three = map(seam.storage_of, (first, second, total))
+    assert seen == [("copy_", [one, two], [one]), ("cat", [one, two], [three])]
+    assert len({one, two, three}) == 3

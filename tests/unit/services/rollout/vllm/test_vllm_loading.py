@@ -1,16 +1,21 @@
 """Loading into vLLM's layers, broken off at every point: with vLLM's own machinery, and no engine around it."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from quartet.seams import vllm
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.buckets import Buckets
+from services.rollout.vllm import destinations
 from services.rollout.vllm.loading import _sharing_nothing
 from services.rollout.vllm.transfer import JoiningInfo, QuartetWeightTransferEngine, WorkerExtension
 
@@ -138,9 +143,15 @@ CASES = [(size, point) for size in (64, 128) for point in range(1, len(list(Brea
 """A bucket is a part of a weight, or two. The points are between layers, within them, and within their weights."""
 
 
+@pytest.mark.parametrize("before", [0, 1], ids=["layer by layer", "straight"])
 @pytest.mark.parametrize(("bucket_bytes", "point"), CASES)
-def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(bucket_bytes: int, point: int) -> None:
+def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(
+    bucket_bytes: int, point: int, before: int
+) -> None:
+    """The first push goes layer by layer, and those after a whole one straight into place."""
     worker = Worker(bucket_bytes)
+    for _ in range(before):
+        worker.push()
     memory = {name: parameter.data_ptr() for name, parameter in worker.model.named_parameters()}
     worker.receiver.breaks_at = point
     with pytest.raises(RuntimeError, match="connection reset"):
@@ -155,9 +166,70 @@ def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(bucket_b
     assert {name: parameter.data_ptr() for name, parameter in worker.model.named_parameters()} == memory
 
 
-def test_the_weights_are_checked_after_the_last_layer_is_closed() -> None:
+def opens(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Pushes new weights; True if the model's layers were opened for them."""
+    open_layers = Mock(side_effect=vllm.open_layers)
+    weights = fresh_weights()
+    worker.receiver.weights = {name: weights[name] for name in worker.receiver.manifest.names}
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "open_layers", open_layers)
+        worker.push()
+    assert worker.state() == fused(worker.receiver.weights)
+    return open_layers.called
+
+
+def test_pushes_go_straight_until_their_layout_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    assert [opens(worker, monkeypatch) for _ in range(3)] == [True, False, False]
+    manifest = worker.receiver.manifest
+    backwards = Manifest(manifest.names[::-1], manifest.dtypes[::-1], manifest.shapes[::-1], 128)
+    worker.receiver.manifest = backwards
+    assert [opens(worker, monkeypatch) for _ in range(2)] == [True, False]
+
+
+def test_weights_that_are_processed_are_loaded_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(QuantizeMethodBase):
+        """Stands for a kernel that wants its weights in another form."""
+
+        create_weights = apply = None  # type: ignore[assignment]
+
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.weight.data = layer.weight.data + 0  # type: ignore[operator, union-attr]
+
+    worker = Worker()
+    worker.model.layers[1].quant_method = Doubled()  # type: ignore[assignment]
+    assert [opens(worker, monkeypatch) for _ in range(3)] == [True, True, True]
+
+
+def test_places_where_other_weights_are_found_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner wrote others meanwhile, or a copy was not understood."""
+    worker = Worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(destinations.Destinations, "hold", lambda *_: False)
+        assert opens(worker, monkeypatch)
+    assert [opens(worker, monkeypatch) for _ in range(2)] == [True, False]
+
+
+def test_a_push_without_all_weights_ends_with_a_mixture_that_is_known() -> None:
+    worker = Worker()
+    worker.push()
+    buckets = worker.receiver.buckets
+    worker.receiver.buckets = lambda: itertools.islice(buckets(), 2)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="weights were not sent, such as layers"):
+        worker.push()
+    assert not worker.abort_weight_update()
+    worker.receiver.buckets = buckets  # type: ignore[method-assign]
+    worker.push()
+    assert worker.abort_weight_update()
+    assert worker.state() == fused(worker.receiver.weights)
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["layer by layer", "straight"])
+def test_the_weights_are_checked_after_the_last_layer_is_closed(before: int) -> None:
     """Layers with padding are copied only then, and the learner may have written other weights since the loading."""
     worker = Worker()
+    for _ in range(before):
+        worker.push()
 
     def overwritten() -> None:
         assert not any(get_layerwise_info(layer).can_load() for layer in worker.model.modules())

@@ -1,0 +1,144 @@
+"""Learns where a model keeps its weights by watching one load, so that later ones are copied straight there.
+
+vLLM opens each layer, loads it elsewhere, processes it and copies it into place, which for small models takes longer
+than all else of a push. Where nothing but copies leads from the weights that are sent to the model's memory, as in
+half precision on a GPU, the same copies can be made at once.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quartet.seams.torch import Operators, storage_of
+
+CONSTANTS = {"fill_", "zero_"}
+"""Operators that write what no weight has a part in, such as zeros in the rows of a padded vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some numbers of a weight or of a memory: as in torch.as_strided, in elements."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor, offset: int = 0) -> "Piece":
+        """The numbers of a view; `offset` is that of the weight."""
+        return cls(tensor.storage_offset() - offset, tuple(tensor.shape), tensor.stride())
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """The numbers as a view of the tensor."""
+        return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A piece of a weight, and the piece of a memory to which it was copied."""
+
+    name: str
+    source: Piece
+    target: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Destinations:
+    """The copies that bring new weights into a model."""
+
+    copies: Mapping[str, Sequence[tuple[Piece, Tensor]]]
+    """Name of a weight -> pieces of it, each with its place in the model's memory."""
+
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies the weights into place. RuntimeError if one is missing: the model is then a mixture."""
+        missing = set(self.copies)
+        for name, weight in weights:
+            for piece, place in self.copies.get(name, ()):
+                place.copy_(piece.within(weight))
+            missing.discard(name)
+        if missing:
+            raise RuntimeError(f"{len(missing)} weights were not sent, such as {min(missing)}")
+
+    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
+        """True if the model holds these weights, number by number."""
+        pieces = (
+            (piece.within(weight), place) for name, weight in weights for piece, place in self.copies.get(name, ())
+        )
+        return all(torch.equal(given.to(place.dtype), place) for given, place in pieces)
+
+
+class Watch(Operators):
+    """Follows weights through the copies of a load, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem = ""
+        """The first operator that computed something from a weight; empty if there was none."""
+        self._weights: dict[int, list[tuple[range, str]]] = {}
+        """Storage -> the bytes of each weight in it."""
+        self._copied: dict[int, list[Copy]] = {}
+        """Storage -> the copies of weights to it."""
+
+    def named(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights, which are followed from now on."""
+        for name, weight in weights:
+            begin = weight.storage_offset() * weight.element_size()
+            span = range(begin, begin + weight.numel() * weight.element_size())
+            self._weights.setdefault(storage_of(weight), []).append((span, name))
+            yield name, weight
+
+    def destinations(self, model: torch.nn.Module) -> Destinations | None:
+        """The copies into the model's memory; None if something else leads there, or nothing does."""
+        copies: dict[str, list[tuple[Piece, Tensor]]] = {}
+        memories = {storage_of(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        for storage, tensor in memories.items():
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+            for copy in dict.fromkeys(self._copied.get(storage, ())):
+                copies.setdefault(copy.name, []).append((copy.source, copy.target.within(whole)))
+        return Destinations(copies) if copies and not self.problem else None
+
+    def look(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Follows a copy. Another operator that is given numbers of a weight is a problem."""
+        if name == "copy_":
+            self._follow(*given)
+        elif name not in CONSTANTS:
+            if any(map(self._knows, given)):
+                self.problem = self.problem or name
+            for tensor in made:  # perhaps where something was that is gone
+                self._copied.pop(storage_of(tensor), None)
+                self._weights.pop(storage_of(tensor), None)
+
+    def _follow(self, target: Tensor, source: Tensor) -> None:
+        if target.is_meta:
+            return  # where vLLM counts the numbers of a layer
+        found = self._from_weight(target, source) or self._from_memory(target, source)
+        if not found and (self._knows(source) or self._knows(target)):
+            self.problem = self.problem or f"a copy to {list(target.shape)} from {list(source.shape)}"
+        self._copied.setdefault(storage_of(target), []).extend(found)
+
+    def _from_weight(self, target: Tensor, source: Tensor) -> list[Copy]:
+        if (found := self._weight(source)) is None or source.shape != target.shape:
+            return []
+        span, name = found
+        return [Copy(name, Piece.of(source, span.start // source.element_size()), Piece.of(target))]
+
+    def _weight(self, tensor: Tensor) -> tuple[range, str] | None:
+        """The weight of which a tensor is a view: its bytes in the storage and its name."""
+        begin = tensor.storage_offset() * tensor.element_size()
+        return next((found for found in self._weights.get(storage_of(tensor), ()) if begin in found[0]), None)
+
+    def _from_memory(self, target: Tensor, source: Tensor) -> list[Copy]:
+        """The copies to another memory, if that is copied as a whole to one that is laid out like it."""
+        whole = source.numel() * source.element_size() == source.untyped_storage().nbytes()
+        alike = (source.dtype, source.shape, source.stride()) == (target.dtype, target.shape, target.stride())
+        if not (whole and alike):
+            return []
+        return [
+            replace(copy, target=replace(copy.target, offset=copy.target.offset + target.storage_offset()))
+            for copy in self._copied.get(storage_of(source), ())
+        ]
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta and bool(self._copied.get(storage_of(tensor)) or self._weight(tensor))
