@@ -14,6 +14,8 @@ FILES = "QUARTET_FIGURES"
 """Environment variable: the files, separated as in PATH. Without it only the benchmark's own file is written."""
 STAGE = "QUARTET_STAGE"
 """Environment variable: the name of the stage."""
+KEPT = "QUARTET_MODELS"
+"""Environment variable: the folder of models that several stages read."""
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:

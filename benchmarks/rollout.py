@@ -38,6 +38,7 @@ from quartet.wire.codec import Ints
 from services.rollout.client import RolloutClient
 from services.rollout.sample import Sampling
 
+SERVICE, IN_PROCESS = "service", "LLM.generate"
 console = Console()
 
 
@@ -48,6 +49,11 @@ def main(
     replicas: Annotated[int, typer.Option(min=1)] = 1,
 ) -> None:
     """Runs the benchmark and prints its results."""
+    _report(speeds(config, rounds, prompts, replicas))
+
+
+def speeds(config: Path, rounds: int, prompts: int, replicas: int = 1) -> dict[str, list[float]]:
+    """Tokens/s of the service and of `LLM.generate` in each round."""
     deployment = Deployment.load(config, check_services=True)
     batch = _prompts(deployment, prompts)
     sampling = Sampling(max_new_tokens=deployment.orchestrator.sampling.max_new_tokens)
@@ -64,7 +70,7 @@ def main(
             serving.await_running(ray, (application["name"],), console.print, 300)
             in_process = _in_process(deployment, batch, sampling)
             service = _service(f"127.0.0.1:{port}", deployment, batch, sampling)
-            _report(_take_turns({"service": service, "LLM.generate": in_process}, rounds))
+            return _take_turns({SERVICE: service, IN_PROCESS: in_process}, rounds)
         finally:
             cluster.stop(ray, state)
 
@@ -162,15 +168,15 @@ def _take_turns(sides: dict[str, Callable[[], int]], rounds: int) -> dict[str, l
     return speeds
 
 
-def _report(speeds: dict[str, list[float]]) -> None:
+def _report(measured: dict[str, list[float]]) -> None:
     drawn = Table(title="tokens/s, same prompts, same seeds", title_justify="left")
     for column in ("side", "min", "median", "max"):
         drawn.add_column(column, justify="left" if column == "side" else "right")
-    for name, values in speeds.items():
+    for name, values in measured.items():
         drawn.add_row(name, *(f"{value:,.0f}" for value in (min(values), median(values), max(values))))
     console.print(drawn)
-    pairs = [a / b for a, b in zip(speeds["service"], speeds["LLM.generate"], strict=True)]
-    ratio = median(speeds["service"]) / median(speeds["LLM.generate"])
+    pairs = [a / b for a, b in zip(measured[SERVICE], measured[IN_PROCESS], strict=True)]
+    ratio = median(measured[SERVICE]) / median(measured[IN_PROCESS])
     console.print(f"service / LLM.generate: {ratio:.2f} (pair by pair {np.min(pairs):.2f} to {np.max(pairs):.2f})")
 
 

@@ -6,6 +6,8 @@ writes a policy and a reward model, `FOLDER/policy` and `FOLDER/reward`. Their t
 they have rows, as Qwen2.5's, so that the engine masks padding as it does with published models.
 """
 
+import os
+import shutil
 import string
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +16,8 @@ import torch
 import typer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from benchmarks.figures import KEPT
 
 SIZES = {
     "tiny": (512, 64, 128, 2, 2, 1, True),
@@ -53,7 +57,21 @@ def tokens(size: str) -> int:
 
 
 def make(folder: Path, size: str, dtype: str = "bfloat16", *, reward: bool = False, seed: int = 0) -> Path:
-    """Writes one with its tokenizer to `folder`; returns `folder`."""
+    """Writes one with its tokenizer to `folder`, or links to that of an earlier stage; returns `folder`."""
+    if KEPT not in os.environ:
+        return _made(folder, size, dtype, reward, seed)
+    kept = Path(os.environ[KEPT], f"{size}-{dtype}-{'reward' if reward else 'policy'}-{seed}")
+    if not kept.exists():
+        unfinished = kept.with_suffix(".new")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _made(unfinished, size, dtype, reward, seed).rename(kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in kept.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def _made(folder: Path, size: str, dtype: str, reward: bool, seed: int) -> Path:
     torch.manual_seed(seed)
     config = shape(size)
     config.num_labels = 1

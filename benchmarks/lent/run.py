@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.ended import end_marked, logged
-from benchmarks.figures import FILES, STAGE
+from benchmarks.figures import FILES, KEPT, STAGE
 from benchmarks.lent.ledger import CUT_OFF, DONE, FAILED, FINAL, NAME, TOO_SLOW, TRIES, Ledger
 from benchmarks.lent.stages import CPU_S, PEER, STAGES, Stage
 from benchmarks.tails import tails
@@ -140,11 +141,14 @@ class Runner:
             return ""
         left = self._until - time.monotonic() - LEAST_S
         asked = stage.expected_s if self._device == "cuda" else LEAST_S
+        gib = memory_gib() if self._device == "cuda" else math.inf
         missing = [name for name in stage.needs if not self._there(stage, name)]
         if tries >= TRIES:
             return self._skip(stage, f"it was cut off {tries} times; --again runs it once more")
         if missing:
             return self._skip(stage, f"not installed: {', '.join(missing)}")
+        if gib < stage.gib:
+            return self._skip(stage, f"it needs a GPU of {stage.gib:g} GiB, and this one has {gib:.0f}")
         if left < asked:
             return self._skip(stage, f"it takes {asked:g} s, and {max(left, 0):.0f} s are left")
         return self._run(stage, left)
@@ -174,8 +178,8 @@ class Runner:
         scratch = _scratch(mark)
         scratch.mkdir(mode=0o700)
         environment |= {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch)}
-        # Elsewhere than in TMPDIR, as what one stage compiled saves the next ones time.
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / "compiled")}
+        # Elsewhere than in TMPDIR, as what one stage compiled or made saves the next ones time.
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / "compiled"), KEPT: str(self._folder / "models")}
         self._ledger.add("begun", stage=stage.name, mark=mark, limit_s=round(limit))
         print(f"{stage.name}: at most {limit:.0f} s", flush=True)
         began = time.monotonic()
@@ -217,6 +221,12 @@ def gpus() -> str:
     asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     return "; ".join(done.stdout.splitlines()) if done.returncode == 0 else ""
+
+
+def memory_gib() -> float:
+    """Memory of the smallest GPU of this machine; infinite where nvidia-smi shows none."""
+    shown = re.findall(r", (\d+) MiB", gpus())
+    return min((int(mib) / 1024 for mib in shown), default=math.inf)
 
 
 def _scratch(mark: str) -> Path:

@@ -38,6 +38,8 @@ class Stage:
     """Seconds after which it is killed on a GPU."""
     needs: tuple[str, ...] = ()
     """Packages that it imports and that a bare image lacks."""
+    gib: float = 0.0
+    """Memory of the GPU that it needs: it is left out where the GPU has less."""
     goals: tuple[Goal, ...] = field(default=())
 
 
@@ -59,7 +61,10 @@ SYSTEM = (*LEARNER, "vllm", "ray", "cryptography")
 TINY = ("--sizes", "tiny", "--device", "cpu")
 SMALL_STEP = (*TINY, "--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2")
 SMALL_PUSH = ("--backend", "ipc", "--device", "cpu", "--mib", "1", "--bucket-mib", "1")
+SMALL_ENGINE = (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16")
 ONE = ("--replicas", "1")
+LARGE_GIB = 100.0
+"""Memory for a whole step of 1.5B."""
 
 
 def _push(backend: str, **figures: float) -> Stage:
@@ -76,7 +81,9 @@ def _push(backend: str, **figures: float) -> Stage:
     )
 
 
-def _step(name: str, size: str, *options: str, expected_s: float, goals: tuple[Goal, ...] = ()) -> Stage:
+def _step(
+    name: str, size: str, *options: str, expected_s: float, gib: float = 0.0, goals: tuple[Goal, ...] = ()
+) -> Stage:
     """A whole PPO step of one side."""
     theirs = "trl" in options
     return Stage(
@@ -87,11 +94,97 @@ def _step(name: str, size: str, *options: str, expected_s: float, goals: tuple[G
         expected_s=expected_s,
         limit_s=min(2 * expected_s, 580),
         needs=("trl", "datasets") if theirs else SYSTEM,
+        gib=gib,
         goals=goals,
     )
 
 
+def _training(name: str, sides: str, small: str, goals: tuple[Goal, ...] = ()) -> Stage:
+    """Sides of a training step of 1.5B."""
+    return Stage(
+        name,
+        "benchmarks.gpu.training",
+        ("--sizes", "1.5B", "--sides", sides),
+        (*TINY, "--tokens", "512", "--length", "64", "--sides", small),
+        expected_s=120,
+        limit_s=240,
+        needs=LEARNER,
+        goals=goals,
+    )
+
+
+def _engine(size: str, setting: str, expected_s: float, *goals: Goal) -> Stage:
+    """An engine by itself, and a push into it."""
+    return Stage(
+        f"engine {size}",
+        "benchmarks.gpu.engine",
+        ("--sizes", size, "--settings", setting),
+        (*SMALL_ENGINE, "--settings", setting),
+        expected_s=expected_s,
+        limit_s=2 * expected_s,
+        needs=ENGINE,
+        goals=(*at_most(f"{size} {setting}", mismatch=5e-3), *goals),
+    )
+
+
 STAGES = (
+    _training(
+        "training 1.5B",
+        "learner, compiled;plain loop",
+        "learner;plain loop",
+        at_least("1.5B learner, compiled", mfu_percent=45),
+    ),
+    Stage(
+        "kills",
+        "benchmarks.gpu.kills",
+        (),
+        ("--device", "cpu", "--backend", "ipc", "--mib", "8"),
+        expected_s=60,
+        limit_s=120,
+        needs=("pydantic", "ray"),
+        goals=(
+            *at_most("a member that is killed", push_s=3, attempts=2),
+            *at_most("a member that is frozen", push_s=15, attempts=2),
+            *at_least("a member", have_it=1),
+            *at_least("afterwards", have_it=2),
+        ),
+    ),
+    _step(
+        "step 1.5B",
+        "1.5B",
+        *("--only", "quartet"),
+        expected_s=300,
+        gib=LARGE_GIB,
+        goals=(*at_least("1.5B Quartet", samples_s=28), *at_most("1.5B Quartet", push_s=0.15)),
+    ),
+    _step("TRL's step 1.5B", "1.5B", "--only", "trl", "--peer", PEER, expected_s=120, gib=LARGE_GIB),
+    _engine(
+        "1.5B",
+        "graphs",
+        90,
+        *at_most("1.5B graphs", **{"cuda-ipc_push_s": 0.15}),
+        *at_least("1.5B graphs", tokens_s=35_000),
+    ),
+    Stage(
+        "service 1.5B",
+        "benchmarks.gpu.service",
+        ("--size", "1.5B"),
+        ("--size", "tiny", "--device", "cpu", "--prompts", "4", "--prompt", "16", "--new", "16", "--rounds", "1"),
+        expected_s=150,
+        limit_s=300,
+        needs=SYSTEM,
+        goals=at_least("1.5B service", ratio=0.95),
+    ),
+    _step("step 0.5B", "0.5B", "--only", "quartet", expected_s=200),
+    _step("TRL's step 0.5B", "0.5B", "--only", "trl", "--peer", PEER, expected_s=60),
+    Stage(
+        "kernels",
+        "benchmarks.gpu.kernels",
+        (),
+        ("--device", "cpu", "--positions", "256", "--vocabulary", "512", "--tokens", "512"),
+        expected_s=35,
+        limit_s=90,
+    ),
     Stage(
         "machine",
         "benchmarks.gpu.machine",
@@ -107,6 +200,25 @@ STAGES = (
         ),
     ),
     Stage(
+        "pushes 1.5B",
+        "benchmarks.gpu.pushes",
+        ("--sizes", "1.5B", "--rounds", "3"),
+        (*TINY, "--rounds", "1"),
+        expected_s=150,
+        limit_s=240,
+        needs=ENGINE,
+        goals=(*at_most("1.5B cuda-ipc", push_s=0.15), *at_most("1.5B ipc", push_s=0.3)),
+    ),
+    _step("step 1.5B, colocated", "1.5B", "--only", "quartet", "--colocate", expected_s=300, gib=LARGE_GIB),
+    _training(
+        "training 1.5B, others",
+        "learner;learner, checkpointing;learner, colocate",
+        "learner, checkpointing;learner, colocate",
+        at_least("1.5B learner", mfu_percent=33),
+    ),
+    _push("cuda-ipc", push_s=0.15),
+    _push("ipc", push_s=0.3),
+    Stage(
         "group",
         "benchmarks.gpu.group",
         (),
@@ -119,79 +231,7 @@ STAGES = (
             *at_most("a member that is killed", noticed_s=6, close_s=6),
         ),
     ),
-    Stage(
-        "kernels",
-        "benchmarks.gpu.kernels",
-        (),
-        ("--device", "cpu", "--positions", "256", "--vocabulary", "512", "--tokens", "512"),
-        expected_s=35,
-        limit_s=90,
-    ),
-    _push("cuda-ipc", push_s=0.15),
-    _push("ipc", push_s=0.3),
-    Stage(
-        "training 1.5B",
-        "benchmarks.gpu.training",
-        ("--sizes", "1.5B", "--sides", "learner, compiled;plain loop;learner"),
-        (*TINY, "--tokens", "512", "--length", "64", "--sides", "learner;plain loop"),
-        expected_s=110,
-        limit_s=240,
-        needs=LEARNER,
-        goals=(*at_least("1.5B learner, compiled", mfu_percent=45), *at_least("1.5B learner", mfu_percent=33)),
-    ),
-    Stage(
-        "engine 0.5B",
-        "benchmarks.gpu.engine",
-        ("--sizes", "0.5B", "--settings", "eager"),
-        (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16", "--settings", "eager"),
-        expected_s=60,
-        limit_s=150,
-        needs=ENGINE,
-        goals=at_most("0.5B eager", mismatch=5e-3),
-    ),
-    _step(
-        "step 1.5B",
-        "1.5B",
-        *("--only", "quartet"),
-        expected_s=300,
-        goals=(*at_least("1.5B Quartet", samples_s=28), *at_most("1.5B Quartet", push_s=0.15)),
-    ),
-    _step("TRL's step 1.5B", "1.5B", "--only", "trl", "--peer", PEER, expected_s=160),
-    Stage(
-        "engine 1.5B",
-        "benchmarks.gpu.engine",
-        ("--sizes", "1.5B", "--settings", "graphs"),
-        (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16", "--settings", "graphs"),
-        expected_s=90,
-        limit_s=180,
-        needs=ENGINE,
-        goals=(
-            *at_most("1.5B graphs", mismatch=5e-3, **{"cuda-ipc_push_s": 0.15}),
-            *at_least("1.5B graphs", tokens_s=35_000),
-        ),
-    ),
-    Stage(
-        "pushes 1.5B",
-        "benchmarks.gpu.pushes",
-        ("--sizes", "1.5B", "--rounds", "3"),
-        (*TINY, "--rounds", "1"),
-        expected_s=150,
-        limit_s=240,
-        needs=ENGINE,
-        goals=(*at_most("1.5B cuda-ipc", push_s=0.15), *at_most("1.5B ipc", push_s=0.3)),
-    ),
-    _step("step 1.5B, colocated", "1.5B", "--only", "quartet", "--colocate", expected_s=300),
-    _step("step 0.5B", "0.5B", "--only", "quartet", expected_s=200),
-    _step("TRL's step 0.5B", "0.5B", "--only", "trl", "--peer", PEER, expected_s=60),
-    Stage(
-        "training 1.5B, others",
-        "benchmarks.gpu.training",
-        ("--sizes", "1.5B", "--sides", "learner, checkpointing;learner, colocate;plain loop, checkpointing"),
-        (*TINY, "--tokens", "512", "--length", "64", "--sides", "learner, checkpointing;learner, colocate"),
-        expected_s=110,
-        limit_s=240,
-        needs=LEARNER,
-    ),
+    _engine("0.5B", "eager", 60),
     Stage(
         "pushes 7B",
         "benchmarks.gpu.pushes",
@@ -203,4 +243,4 @@ STAGES = (
         goals=(*at_most("7B cuda-ipc", push_s=0.4), *at_most("7B ipc", push_s=1.2)),
     ),
 )
-"""All stages. The first three need no vLLM, Ray or DeepSpeed."""
+"""All stages, in the order of what they would add to what is known (docs/gpu.md)."""

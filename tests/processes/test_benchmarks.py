@@ -19,9 +19,13 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "gpu.engine": (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16"),
     "gpu.group": ("--device", "cpu", "--mib", "1"),
     "gpu.kernels": ("--device", "cpu", "--positions", "256", "--vocabulary", "512", "--tokens", "512"),
+    "gpu.kills": ("--device", "cpu", "--backend", "ipc", "--mib", "8", "--stall-s", "2"),
     "gpu.machine": ("--device", "cpu", "--mib", "8", "--side", "128"),
     "gpu.models": ("models/tiny", "--size", "tiny"),
     "gpu.pushes": (*TINY, "--rounds", "1"),
+    "gpu.service": (
+        *("--size", "tiny", "--device", "cpu", "--prompts", "4", "--prompt", "16", "--new", "16", "--rounds", "1"),
+    ),
     "gpu.step": (*TINY, "--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2", "--peer", TRL),
     "gpu.training": (*TINY, "--tokens", "512", "--length", "64"),
     "groups": (
