@@ -21,7 +21,7 @@ from orchestrator.push.pusher import WeightPusher
 from tests.members import Fleet, weights
 from tests.sources import LocalSource
 
-EARLY_S = 0.005
+EARLY_S = 0.002
 """Time after which a transfer has begun on a member."""
 LOSSES = {
     "a member that is killed in its transfer": ("transfer", EARLY_S, signal.SIGKILL),

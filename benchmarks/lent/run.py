@@ -99,7 +99,8 @@ def _go_through(command: Command, stages: Sequence[Stage], by_name: Mapping[str,
     for name in command.again:
         ledger.add("again", stage=name)
     wanted = [by_name[name] for name in command.only] if command.only else list(stages)
-    runner = Runner(ledger, command, device, began + command.seconds)
+    gib = memory_gib(gpu) if device == "cuda" else math.inf
+    runner = Runner(ledger, command, device, gib, began + command.seconds)
     tries = {stage.name: ledger.tries(stage.name) for stage in wanted}
     # Those that were cut off come last: they may well hang again.
     outcomes = [runner.attempt(stage) for stage in sorted(wanted, key=lambda its: tries[its.name][0] > 0)]
@@ -128,8 +129,8 @@ def _alone(folder: Path) -> Iterator[None]:
 class Runner:
     """Runs one stage after the other until the command's time is over."""
 
-    def __init__(self, ledger: Ledger, command: Command, device: str, until: float) -> None:
-        self._ledger, self._device, self._until = ledger, device, until
+    def __init__(self, ledger: Ledger, command: Command, device: str, gib: float, until: float) -> None:
+        self._ledger, self._device, self._gib, self._until = ledger, device, gib, until
         self._folder = command.folder.resolve()
         self._peer = os.path.abspath(command.peer)  # not resolved: a link in bin makes an environment's Python
 
@@ -141,14 +142,13 @@ class Runner:
             return ""
         left = self._until - time.monotonic() - LEAST_S
         asked = stage.expected_s if self._device == "cuda" else LEAST_S
-        gib = memory_gib() if self._device == "cuda" else math.inf
         missing = [name for name in stage.needs if not self._there(stage, name)]
         if tries >= TRIES:
             return self._skip(stage, f"it was cut off {tries} times; --again runs it once more")
         if missing:
             return self._skip(stage, f"not installed: {', '.join(missing)}")
-        if gib < stage.gib:
-            return self._skip(stage, f"it needs a GPU of {stage.gib:g} GiB, and this one has {gib:.0f}")
+        if self._gib < stage.gib:
+            return self._skip(stage, f"it needs a GPU of {stage.gib:g} GiB, and this one has {self._gib:.0f}")
         if left < asked:
             return self._skip(stage, f"it takes {asked:g} s, and {max(left, 0):.0f} s are left")
         return self._run(stage, left)
@@ -223,10 +223,9 @@ def gpus() -> str:
     return "; ".join(done.stdout.splitlines()) if done.returncode == 0 else ""
 
 
-def memory_gib() -> float:
-    """Memory of the smallest GPU of this machine; infinite where nvidia-smi shows none."""
-    shown = re.findall(r", (\d+) MiB", gpus())
-    return min((int(mib) / 1024 for mib in shown), default=math.inf)
+def memory_gib(gpu: str) -> float:
+    """Memory of the smallest of these GPUs; infinite if it is not known."""
+    return min((int(mib) / 1024 for mib in re.findall(r", (\d+) MiB", gpu)), default=math.inf)
 
 
 def _scratch(mark: str) -> Path:
