@@ -1,7 +1,7 @@
 """A whole PPO step with everything on one GPU, beside TRL 1.12.0's PPOTrainer on the same models. Ten minutes.
 
     python -m benchmarks.gpu.step [--sizes 0.5B,1.5B] [--batch 256] [--prompt 128] [--new 256] [--updates 4]
-                                  [--colocate] [--peer PYTHON] [--only quartet|trl] [--device cuda]
+                                  [--ways WAY;WAY] [--colocate] [--peer PYTHON] [--only quartet|trl] [--device cuda]
 
 Quartet runs `deploy/ppo-1gpu.yaml` with these models and lengths: seconds of each stage, samples/s, most memory of
 each process (where nvidia-smi shows processes) and of the GPU, and the share of the updates in which the GPU
@@ -11,6 +11,10 @@ generates and scores a whole batch at a time. As it keeps the logits of three ba
 fits by arithmetic, and a smaller one if that does not fit after all. The first update of each side is left out. PEER
 is a Python with TRL in it; by default this one (`pip install --no-deps trl==1.12.0`, and its accelerate and
 datasets). All responses have `--new` tokens.
+
+Quartet goes in lock-step. Other ways are `ahead`, where the next batch is sampled while one trains
+(`loop.max_staleness: 1`), and `two engines`, where a second rollout replica joins, since a decode step of many
+responses takes an engine's processor longer than the GPU. The ways asked for take turns on the same services.
 """
 
 import json
@@ -18,6 +22,7 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -41,6 +46,8 @@ from quartet.models.size import ModelSize
 DEPLOY = Path(__file__).parents[2] / "deploy" / "ppo-1gpu.yaml"
 MINIBATCHES = 4
 RATE = 1e-7
+LOCK_STEP = "lock-step"
+WAYS = (LOCK_STEP, "ahead", "two engines")
 SHARE = 0.9
 """Most of a GPU's memory that a sum of TRL's may take: it is one by arithmetic."""
 
@@ -51,6 +58,7 @@ def main(
     prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 128,
     new: Annotated[int, typer.Option(help="tokens of a response")] = 256,
     updates: Annotated[int, typer.Option(min=2)] = 4,
+    ways: Annotated[str, typer.Option(help="of Quartet, separated by semicolons")] = "lock-step",
     colocate: Annotated[bool, typer.Option(help="parts give memory to one another")] = False,
     peer: str = sys.executable,
     only: Annotated[str, typer.Option(help="one side: quartet or trl")] = "",
@@ -65,13 +73,40 @@ def main(
             models(folder, size, batch, prompt, device)
             if only != "trl":
                 raw = configured(folder, batch=batch, prompt=prompt, new=new, device=device, colocate=colocate)
-                trace = f"trace-{size}{'-colocated' * colocate}.json"
-                results.attempt(f"{size} Quartet", partial(ours, folder, raw, updates, trace))
+                _in_turn(results, size, Quartet(folder, raw), raw, ways.split(";"), updates)
             if only != "quartet":
                 tries = sizes_that_fit(size, batch, prompt + new, new, memory_gib())
                 settings = peer_settings(folder, tries, new, updates, device)
                 results.attempt(f"{size} TRL", partial(theirs, peer, settings))
     results.show()
+
+
+def _in_turn(
+    results: Results, size: str, quartet: Quartet, raw: dict[str, Any], ways: Sequence[str], updates: int
+) -> None:
+    """Keeps a row for each way, until one fails."""
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise typer.BadParameter(f"--ways: {unknown[0]!r} is none of {', '.join(WAYS)}")
+    try:
+        for way in ways:
+            trace = (
+                f"trace-{size}{'-colocated' * raw['orchestrator']['loop']['colocate']}-{way.replace(' ', '-')}.json"
+            )
+            name = f"{size} Quartet" + f", {way}" * (way != LOCK_STEP)
+            results.attempt(name, partial(ours, quartet, set_way(raw, way), updates, trace))
+            if not results.last_worked:
+                break
+    finally:
+        quartet.down()
+
+
+def set_way(raw: dict[str, Any], way: str) -> dict[str, Any]:
+    """The file, changed so that it runs in this way."""
+    raw["orchestrator"]["loop"]["max_staleness"] = int(way == "ahead")
+    [rollout] = [application for application in raw["applications"] if application["name"] == "rollout"]
+    replicas = 1 + (way == "two engines")
+    rollout["deployments"][0]["autoscaling_config"] = {"min_replicas": replicas, "max_replicas": replicas}
+    return raw
 
 
 def models(folder: Path, size: str, batch: int, prompt: int, device: str) -> None:
@@ -93,7 +128,7 @@ def configured(
     raw: dict[str, Any] = yaml.safe_load(DEPLOY.read_text())
     run_, policy, reward = raw["orchestrator"], str(folder / "policy"), str(folder / "reward")
     parts = {application["name"]: application["args"] for application in raw["applications"]}
-    parts["rollout"] |= {"model": policy, "max_length": prompt + new, "max_num_seqs": batch}
+    parts["rollout"] |= {"model": policy, "max_length": prompt + new, "max_num_seqs": batch, "kv_cache_mib": 4096}
     parts["reward"] |= {"tokenizer": policy}
     parts["reward"]["scorer"] |= {"model": reward}
     parts["reference"] |= {"model": policy}
@@ -107,6 +142,9 @@ def configured(
     run_["data"] = {"path": str(folder / "prompts.jsonl"), "max_prompt_length": prompt}
     run_["sampling"] = {"max_new_tokens": new, "min_new_tokens": new}
     run_["algorithm"]["minibatch_size"] = batch // MINIBATCHES
+    for application in raw["applications"]:
+        if application["name"] == "rollout":
+            application["deployments"][0]["ray_actor_options"]["num_gpus"] = 0.1  # so that two may be there
     if device == "cpu":
         _on_a_cpu(raw, parts)
     elif torch.cuda.is_available():
@@ -128,18 +166,18 @@ def _on_a_cpu(raw: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
         application["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.2}
 
 
-def ours(folder: Path, raw: dict[str, Any], updates: int, trace: str) -> dict[str, Cell]:
+def ours(quartet: Quartet, raw: dict[str, Any], updates: int, trace: str) -> dict[str, Cell]:
     """Median seconds of each stage of Quartet's updates, samples/s, how busy the GPU was in them, and what it had to
-    hold. The run's trace is kept beside the figures under the name `trace`."""
-    quartet, done = Quartet(folder, raw), []
+    hold. Starts the services, or changes those that run. The run's trace is kept beside the figures under the name
+    `trace`."""
+    done: list[dict[str, float]] = []
     try:
         quartet.up()
         with Watch() as watch:
             done = quartet.updates(updates)
     finally:
-        quartet.down()
         if not done:
-            print(tails(folder), flush=True)  # the folder is about to go
+            print(tails(quartet.folder), flush=True)  # the folder is about to go
     keep_file(quartet.trace, trace)
     waits = [span for span in read_tail(quartet.trace) if span.track == LOOP]
     compute = busy(watch.looks, done[0]["ended"], done[-1]["ended"], waits)

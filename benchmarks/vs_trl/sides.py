@@ -80,13 +80,14 @@ class Quartet:
     def __init__(self, folder: Path, raw: dict[str, Any]) -> None:
         """`raw` is the contents of the file, whose run is called `race`."""
         self._config = folder / CONFIG
-        self._folder = folder
+        self.folder = folder
+        """Folder of its files, logs and runs."""
         self._raw = raw
 
     @property
     def trace(self) -> Path:
         """The trace file of its last updates."""
-        return self._folder / "runs" / "race" / TRACE
+        return self.folder / "runs" / "race" / TRACE
 
     def up(self) -> None:
         """Starts the services."""
@@ -99,7 +100,7 @@ class Quartet:
 
     def stopped(self) -> AbstractContextManager[None]:
         """Context in which all processes that it has started stand still."""
-        return stopped(str(self._folder))
+        return stopped(str(self.folder))
 
     def updates(self, count: int) -> list[dict[str, float]]:
         """Seconds of each of `count` updates, from the end of the one before as for TRL, and of its stages; when
@@ -118,8 +119,8 @@ class Quartet:
         self._config.write_text(yaml.safe_dump(self._raw))
 
     def _quartet(self, *arguments: str) -> None:
-        environment = os.environ | {"PYTHONPATH": python_path()} | {SIDE: str(self._folder)}
-        run([sys.executable, "-m", "orchestrator.cli", *arguments], environment, self._folder)
+        environment = os.environ | {"PYTHONPATH": python_path()} | {SIDE: str(self.folder)}
+        run([sys.executable, "-m", "orchestrator.cli", *arguments], environment, self.folder)
 
 
 def python_path() -> str:

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TRL = ".quartet/trl/bin/python"
 TINY = ("--sizes", "tiny", "--device", "cpu")
+SMALL_STEP = ("--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2")
 SMALLEST: dict[str, tuple[str, ...]] = {
     "beside": ("--rounds", "1", "--steps", "1"),
     "demo_seeds": ("--seeds", "0", "--without-kl", "", "--steps", "1"),
@@ -26,7 +27,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "gpu.service": (
         *("--size", "tiny", "--device", "cpu", "--prompts", "4", "--prompt", "16", "--new", "16", "--rounds", "1"),
     ),
-    "gpu.step": (*TINY, "--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2", "--peer", TRL),
+    "gpu.step": (*TINY, *SMALL_STEP, "--ways", "lock-step;ahead;two engines", "--peer", TRL),
     "gpu.training": (*TINY, "--tokens", "512", "--length", "64"),
     "groups": (
         "--rounds",

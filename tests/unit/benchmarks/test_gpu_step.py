@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.gpu.step import configured, models, peer_settings, sizes_that_fit, trl_gib
+from benchmarks.gpu.step import LOCK_STEP, WAYS, configured, models, peer_settings, set_way, sizes_that_fit, trl_gib
 from orchestrator.commands.checks.preflight import preflight
 from orchestrator.deployment.file import Deployment
 
@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("colocate", [False, True])
-def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, colocate: bool) -> None:
+@pytest.mark.parametrize(("way", "colocate"), [*((way, False) for way in WAYS), (LOCK_STEP, True)])
+def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, way: str, colocate: bool) -> None:
     models(tmp_path, "tiny", 8, 6, "cuda")
-    raw = configured(tmp_path, batch=8, prompt=6, new=10, device=device, colocate=colocate)
+    raw = set_way(configured(tmp_path, batch=8, prompt=6, new=10, device=device, colocate=colocate), way)
     file = tmp_path / "race.yaml"
     file.write_text(yaml.safe_dump(raw))
     deployment = Deployment.load(file, check_services=True)
@@ -30,6 +30,9 @@ def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, coloca
     assert run.batch_size // run.algorithm.minibatch_size == theirs["minibatches"]
     assert run.algorithm.epochs == theirs["epochs"]
     assert run.policy.dtype == theirs["weights"]
+    assert run.loop.max_staleness == (way == "ahead")
+    shares = [app["deployments"][0]["ray_actor_options"].get("num_gpus", 0) for app in raw["applications"]]
+    assert device == "cpu" or sum(shares) + shares[0] + run.policy.num_gpus <= 1  # two engines, and all others
 
 
 def test_the_peer_takes_the_largest_batch_that_fits_by_arithmetic() -> None:
