@@ -8,22 +8,27 @@ each at a time: a message through a replica and Serve costs as much processor ti
 
 vLLM starts a request when its tokens so far fit into the KV cache. When the running ones then grow beyond it, one of
 them has to leave, and computes all of its tokens again later. This scheduler starts a request only if all of them fit
-until they end (room.py), so that the number that runs follows the use of the cache. Else scheduling stays as it is.
+until they end (room.py), so that the number that runs follows the use of the cache. Else it decides as vLLM's does,
+but asks less often for room in the cache (slots.py): with hundreds of responses a step is as long as its scheduling.
 """
 
 import time
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from services.rollout.vllm.room import Need, startable
+from services.rollout.vllm.slots import blocks_fill_alike, skip_within_blocks
 
 PARTS_S = 0.5
 """Seconds between two times at which parts of unfinished responses are sent."""
@@ -48,7 +53,10 @@ class WholeResponseScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: dict[str, _Held] = {}
+        self._held: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)
+        """Requests -> outputs that are held back, in order."""
+        self._read: dict[str, str] = {}
+        """Requests that are read along -> AT_ONCE_KEY or STREAMED_KEY."""
         self._due: dict[str, float] = {}
         """Requests that are streamed -> the time from which on the next output is sent."""
         self._sent = time.monotonic()
@@ -58,10 +66,12 @@ class WholeResponseScheduler(AsyncScheduler):
         self._blocks = (self.kv_cache_config.num_blocks - 1) // max(1, len(groups))
         longest = -(-self.max_model_len // self.block_size) + 1
         self._always_fit = self._most * longest <= self._blocks
+        if blocks_fill_alike(self.kv_cache_config) and not self.num_lookahead_tokens:
+            skip_within_blocks(self.kv_cache_manager, self.block_size)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """The work of one step, in which only requests start that fit into the KV cache until they end."""
-        if self.waiting and not self._always_fit:
+        if self.waiting and len(self.running) < self._most and not self._always_fit:
             self.max_num_active_reqs = min(self._most, len(self.running) + self._startable())
         return super().schedule(*args, **kwargs)
 
@@ -73,16 +83,27 @@ class WholeResponseScheduler(AsyncScheduler):
         now = request.num_tokens
         return Need(now, min(request.num_prompt_tokens + request.max_tokens, self.max_model_len) - now)
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+    def add_request(self, request: Request) -> None:
+        """Takes a request, and notes whether it is read along."""
+        super().add_request(request)
+        extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+        for key in (AT_ONCE_KEY, STREAMED_KEY):
+            if extra.get(key):
+                self._read[request.request_id] = key
+
+    def update_from_output(self, scheduled: SchedulerOutput, made: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """Client -> outputs of one step, without those of unfinished requests, which are held back."""
-        messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
+        if made.logprobs is not None:
+            made = replace(made, logprobs=StepLogprobs(made.logprobs))
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduled, made)
         now = time.monotonic()
-        for client, message in messages.items():
-            message.outputs = [whole for output in message.outputs if (whole := self._hold(client, output, now))]
+        for message in messages.values():
+            message.outputs = self._sent_now(message.outputs, now)
         if self.pause_state == PauseState.PAUSED_ALL or now - self._sent >= PARTS_S:
             self._sent = now
-            for held in self._held.values():
-                messages.setdefault(held.client, EngineCoreOutputs(outputs=[])).outputs.append(held.joined())
+            for name, held in self._held.items():
+                client = self.requests[name].client_index
+                messages.setdefault(client, EngineCoreOutputs(outputs=[])).outputs.append(joined(held))
             self._held.clear()
         return {client: message for client, message in messages.items() if _says_something(message)}
 
@@ -95,57 +116,68 @@ class WholeResponseScheduler(AsyncScheduler):
         ended: list[Request] = super().finish_requests(request_ids, *args, **kwargs)
         for request in ended:
             self._held.pop(request.request_id, None)
-            self._due.pop(request.request_id, None)
+            self._forget_reader(request.request_id)
         return ended
 
-    def _hold(self, client: int, output: EngineCoreOutput, now: float) -> EngineCoreOutput | None:
-        name = output.request_id
-        held = self._held.setdefault(name, _Held(client))
-        held.parts.append(output)
-        if not (output.finished or self._wanted(name, now)):
-            return None
-        if output.finished:
-            self._due.pop(name, None)
-        return self._held.pop(name).joined()
+    def _sent_now(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[EngineCoreOutput]:
+        """The outputs of a step that are sent, joined with those held of the same requests; the others are held."""
+        held, read, sent = self._held, self._read, list[EngineCoreOutput]()
+        for output in outputs:
+            name = output.request_id
+            held[name].append(output)
+            if output.finish_reason is not None:
+                self._forget_reader(name)
+            elif name not in read or not self._wanted(name, now):
+                continue
+            sent.append(joined(held.pop(name)))
+        return sent
 
     def _wanted(self, name: str, now: float) -> bool:
-        """True if the outputs of a request that goes on are sent now."""
-        params = self.requests[name].sampling_params
-        extra = (params and params.extra_args) or {}
-        if not extra.get(STREAMED_KEY):
-            return bool(extra.get(AT_ONCE_KEY))
+        """True if the outputs of a request that goes on and that is read along are sent now."""
+        if self._read[name] == AT_ONCE_KEY:
+            return True
         if now < self._due.setdefault(name, now):
             return False
         self._due[name] = now + len(self._due) / MOST_MESSAGES
         return True
 
+    def _forget_reader(self, name: str) -> None:
+        self._read.pop(name, None)
+        self._due.pop(name, None)
 
-class _Held:
-    """Outputs of one request, in order."""
 
-    __slots__ = ("client", "parts")
+class StepLogprobs:
+    """Log-probs of all requests of a step, which notes what a request has of them. To cut it out of the arrays for
+    each token takes longer than all else that is done to hold it back."""
 
-    def __init__(self, client: int) -> None:
-        self.client = client
-        self.parts: list[EngineCoreOutput] = []
+    __slots__ = ("_lists",)
 
-    def joined(self) -> EngineCoreOutput:
-        """The last output extended by the tokens of those before it."""
-        whole = self.parts[-1]
-        if len(self.parts) == 1:
-            return whole
-        lists = [part.new_logprobs for part in self.parts if part.new_logprobs is not None]
-        whole.new_token_ids = [token for part in self.parts for token in part.new_token_ids]
-        whole.prefill_stats = self.parts[0].prefill_stats
-        if lists:
-            # As many columns as the request of its step with the most log-probs; all have at least this request's.
-            columns = min(part.logprobs.shape[1] for part in lists)
-            whole.new_logprobs = LogprobsLists(
-                np.concatenate([part.logprob_token_ids[:, :columns] for part in lists]),
-                np.concatenate([part.logprobs[:, :columns] for part in lists]),
-                np.concatenate([part.sampled_token_ranks for part in lists]),
-            )
-        return whole
+    def __init__(self, lists: LogprobsLists) -> None:
+        self._lists = lists
+
+    def slice_request(self, row: int, count: int) -> tuple[LogprobsLists, int, int]:
+        """The step's log-probs, the first row of a request, and the number of its rows; vLLM's returns these rows."""
+        before = self._lists.cu_num_generated_tokens
+        return self._lists, row if before is None else before[row], count
+
+
+def joined(parts: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
+    """The last of one request's outputs, extended by the tokens of those before it."""
+    whole = parts[-1]
+    noted: list[Any] = [part.new_logprobs for part in parts if part.new_logprobs is not None]
+    rows = [(lists, row) for lists, start, count in noted for row in range(start, start + count)]
+    whole.new_token_ids = [token for part in parts for token in part.new_token_ids]
+    whole.prefill_stats = parts[0].prefill_stats
+    whole.new_logprobs = None
+    if rows:
+        # As many columns as the request of its step with the most log-probs; all have at least this request's.
+        columns = min(lists.logprobs.shape[1] for lists, _ in rows)
+        whole.new_logprobs = LogprobsLists(
+            np.array([lists.logprob_token_ids[row, :columns] for lists, row in rows]),
+            np.array([lists.logprobs[row, :columns] for lists, row in rows]),
+            np.array([lists.sampled_token_ranks[row] for lists, row in rows]),
+        )
+    return whole
 
 
 def _says_something(message: EngineCoreOutputs) -> bool:
