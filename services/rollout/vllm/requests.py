@@ -117,11 +117,12 @@ class Requests:
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
+            flat_logprobs=True,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        final, ids = None, sequence.tolist()
+        final = None
         try:
             async for output in self._llm.generate(self._prompt(sequence), params, f"p{next(self._numbers)}"):
                 final = output.prompt_logprobs
@@ -129,8 +130,7 @@ class Requests:
             raise Unavailable(f"the engine of this replica died: {error}") from None
         if final is None:
             raise Unavailable("the engine ended the request before it was finished; ask again")
-        pairs = zip(ids[1:], final[1:], strict=True)
-        return np.asarray([entry[token].logprob for token, entry in pairs], np.float32)
+        return np.asarray(final.logprobs, np.float32)
 
     def _prompt(self, ids: Ints) -> dict[str, Any]:
         """A prompt for the engine. It shares the KV cache only of prompts that came under the same weights."""
@@ -149,6 +149,8 @@ def _params(sampling: Sampling, begun: int, seed: int | None) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         seed=seed,
         logprobs=0,
+        # A list of numbers; else vLLM makes a dictionary for each token.
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE,
         extra_args={BEGUN_KEY: begun} if begun else None,
@@ -162,6 +164,5 @@ def _spans(noted: Any) -> VersionSpans:
 
 def _tokens(response: Any, start: int) -> tuple[Ints, Floats]:
     """Ids and log-probs of the response's tokens from `start` on."""
-    ids, entries = list(response.token_ids[start:]), response.logprobs[start:]
-    logprobs = [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
-    return np.asarray(ids, np.int32), np.asarray(logprobs, np.float32)
+    sampled = response.logprobs
+    return np.asarray(sampled.token_ids[start:], np.int32), np.asarray(sampled.logprobs[start:], np.float32)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.logprobs import FlatLogprobs, Logprob
 
 from quartet.wire.errors import Unavailable
 from services.rollout.sample import Sample, Sampling
@@ -51,7 +52,8 @@ class Script:
             self.external_req_ids[name] = [f"{name}-a"]
             self.request_states[f"{name}-a"] = SimpleNamespace(_weight_version_spans=partial(noted, length))
             ids = list(range(20, 20 + length))
-            logprobs = [{token: SimpleNamespace(logprob=LOGPROB)} for token in ids]
+            logprobs = FlatLogprobs()
+            logprobs.extend({token: Logprob(LOGPROB)} for token in ids)
             reason = self._end if place == len(self._lengths) else None
             if reason is not None:
                 # As vLLM: with the end its state is gone, and its spans come with the output.
