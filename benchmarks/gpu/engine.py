@@ -91,12 +91,16 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
     figures |= busy(watch.looks, ended - took, ended)
     where, some = torch.device(device), samples[:8]
     model = load_causal(config.model, config.dtype).to(where).eval()
-    figures["mismatch"] = mismatch(
-        model, asked[:8], [s.response_ids for s in some], [s.logprobs for s in some], where, tokens(size)
-    )
+
+    def mismatch_of(samples: list[Any]) -> float:
+        given = [s.response_ids for s in samples], [s.logprobs for s in samples]
+        return mismatch(model, asked[: len(samples)], *given, where, tokens(size))
+
+    figures["mismatch"] = mismatch_of(some)
     for backend in ("ipc", "cuda-ipc") if where.type == "cuda" else ("ipc",):
         times = await pushed(engine, model, backend)
         figures |= dict(zip((f"{backend}_push_s", f"{backend}_commit_s"), times, strict=True))
+        figures[f"{backend}_mismatch"] = mismatch_of((await generated(int(new)))[0][:8])
     figures |= await rested(engine, where)
     engine.shutdown()
     print(json.dumps(figures), flush=True)
@@ -131,7 +135,8 @@ def _free(where: torch.device) -> float:
 
 
 async def pushed(engine: Any, model: Any, backend: str = "ipc", rounds: int = 1) -> tuple[float, float]:
-    """Median seconds of a push, the learner's gathering included, and of its commit, after one that warms up."""
+    """Median seconds of a push of new weights, the learner's gathering included, and of its commit, after one that
+    warms up."""
     from quartet.weight_transfer.manifest import Manifest
     from quartet.weight_transfer.sender import make_sender
 
@@ -141,6 +146,9 @@ async def pushed(engine: Any, model: Any, backend: str = "ipc", rounds: int = 1)
     await engine.join({"backend": backend, "senders": [["", sender.rendezvous()]], **place})
     pushes, commits = [], []
     for version in range(1, rounds + 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.005)
         began = time.perf_counter()
         sender.load(model.named_parameters(), version)
         await engine.pause("keep")

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.functional import linear
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
@@ -94,7 +95,8 @@ def got_nothing(layer: torch.nn.Module) -> bool:
 
 def packed_copies(model: torch.nn.Module) -> dict[Any, Any]:
     """Layer -> the packed copy of its weights that vLLM's CPU build computes with."""
-    return {module: module.cpu_linear for module in model.modules() if hasattr(module, "cpu_linear")}
+    computing = {module: getattr(module, "cpu_linear", linear) for module in model.modules()}
+    return {module: packed for module, packed in computing.items() if packed is not linear}
 
 
 def pack_again(copies: dict[Any, Any]) -> None:

@@ -80,6 +80,8 @@ class Watch(Operators):
         """Storage -> the bytes of each weight in it."""
         self._copied: dict[int, list[Copy]] = {}
         """Storage -> the copies of weights to it."""
+        self._begun: set[tuple[str, Piece]] = set()
+        """Names and pieces of weights that were copied anywhere."""
 
     def named(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights, which are followed from now on."""
@@ -90,14 +92,16 @@ class Watch(Operators):
             yield name, weight
 
     def destinations(self, model: torch.nn.Module) -> Destinations | None:
-        """The copies into the model's memory; None if something else leads there, or nothing does."""
+        """The copies into the model's memory. None if something else leads there or nothing does, or if a weight was
+        copied that is not there: then the model keeps it in another form, which torch may not have shown."""
         copies: dict[str, list[tuple[Piece, Tensor]]] = {}
         memories = {storage_of(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         for storage, tensor in memories.items():
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
             for copy in dict.fromkeys(self._copied.get(storage, ())):
                 copies.setdefault(copy.name, []).append((copy.source, copy.target.within(whole)))
-        return Destinations(copies) if copies and not self.problem else None
+        arrived = {(name, piece) for name, found in copies.items() for piece, _ in found}
+        return Destinations(copies) if copies and arrived == self._begun and not self.problem else None
 
     def look(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Follows a copy. Another operator that is given numbers of a weight is a problem."""
@@ -122,7 +126,9 @@ class Watch(Operators):
         if (found := self._weight(source)) is None or source.shape != target.shape:
             return []
         span, name = found
-        return [Copy(name, Piece.of(source, span.start // source.element_size()), Piece.of(target))]
+        piece = Piece.of(source, span.start // source.element_size())
+        self._begun.add((name, piece))
+        return [Copy(name, piece, Piece.of(target))]
 
     def _weight(self, tensor: Tensor) -> tuple[range, str] | None:
         """The weight of which a tensor is a view: its bytes in the storage and its name."""

@@ -64,7 +64,7 @@ class Loading:
 
     def _learn(self, layout: Any, watched: Watch, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps the places that a load has shown, if the model holds these weights there."""
-        found = watched.destinations(self._model)
+        found = None if vllm.packed_copies(self._model) else watched.destinations(self._model)
         if found is None or found.hold(weights):
             self._layout, self._destinations = layout, found
 

@@ -112,12 +112,18 @@ def a_part_of_another(model: Any, weight: torch.Tensor) -> None:
     model.weight.data[:4].copy_(other[:4])
 
 
+def kept_elsewhere(model: Any, weight: torch.Tensor) -> None:
+    """A part of it, as a kernel may keep it in a form of its own."""
+    model.weight.data[:1].copy_(weight[:1])
+    torch.empty(1, 4).copy_(weight[1:])
+
+
 def nothing(model: Any, weight: torch.Tensor) -> None:
     model.weight.data.fill_(1)
 
 
 @pytest.mark.parametrize(
-    "load", [doubled, doubled_in_place, by_the_host, spread, replaced, a_part_of_another, nothing]
+    "load", [doubled, doubled_in_place, by_the_host, spread, replaced, a_part_of_another, kept_elsewhere, nothing]
 )
 def test_of_what_is_no_plain_copy_nothing_is_learned(load: Load) -> None:
     assert loaded(load, Model(), torch.randn(2, 4)) is None

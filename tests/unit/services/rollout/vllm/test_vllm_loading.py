@@ -201,6 +201,13 @@ def test_weights_that_are_processed_are_loaded_layer_by_layer(monkeypatch: pytes
     assert [opens(worker, monkeypatch) for _ in range(3)] == [True, True, True]
 
 
+def test_a_model_with_a_packed_layer_is_loaded_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    worker.model.layers[0].cpu_linear = object()  # type: ignore[assignment]
+    worker.model.layers[0].quant_method = SimpleNamespace(process_weights_after_loading=lambda _: None)  # type: ignore[assignment]
+    assert [opens(worker, monkeypatch) for _ in range(3)] == [True, True, True]
+
+
 def test_places_where_other_weights_are_found_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner wrote others meanwhile, or a copy was not understood."""
     worker = Worker()
