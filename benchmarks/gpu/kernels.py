@@ -19,9 +19,11 @@ from quartet.models import numerics
 from quartet.models.attention.packed import Pieces, packed_attention
 from quartet.models.distribution import Distribution
 from quartet.models.sequences import pad_pairs
+from quartet.models.tiles import PLAIN, Kernels, linear_logprobs
 
 HEADS, GROUPS, WIDTH = 12, 2, 128
 """Attention sizes of a model of 1.5B parameters."""
+HIDDEN = HEADS * WIDTH
 
 
 class Attention(nn.Module):
@@ -41,6 +43,7 @@ def main(
     """Runs the benchmark and prints its results."""
     where, results = torch.device(device), Results("kernels", out)
     _logprobs(results, where, positions, vocabulary)
+    _in_head(results, where, positions, vocabulary)
     for count in (8, 64):
         _attention(results, where, tokens, count)
     _shared(results, where, tokens)
@@ -68,6 +71,25 @@ def _logprobs(results: Results, where: torch.device, positions: int, vocabulary:
         for name, action in (("log-probs", forward), ("and backward", both), ("log-probs and entropy", entropy)):
             results.attempt(f"{name}, chunks of {chunk >> 20} Mi", partial(_timed, action, where))
     numerics.CHUNK_ELEMENTS.update(kept)
+
+
+def _in_head(results: Results, where: torch.device, positions: int, vocabulary: int) -> None:
+    """Log-probs by tiles of the vocabulary, the head's product included."""
+    states, weight = (
+        torch.randn(count, HIDDEN, device=where, dtype=torch.bfloat16, requires_grad=True)
+        for count in (positions, vocabulary)
+    )
+    ids = torch.randint(vocabulary, (positions,), device=where)
+    for kind, kernels in {"plain": PLAIN, "compiled": Kernels.compiled("inductor")}.items():
+
+        def forward(kernels: Kernels = kernels) -> torch.Tensor:
+            return linear_logprobs(states, weight, ids, kernels=kernels)
+
+        def both(forward: Callable[[], torch.Tensor] = forward) -> None:
+            forward().sum().backward()
+
+        for name, action in (("log-probs in the head", forward), ("and backward", both)):
+            results.attempt(f"{name}, {kind}", partial(_timed, action, where))
 
 
 def _attention(results: Results, where: torch.device, tokens: int, count: int) -> None:

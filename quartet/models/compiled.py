@@ -11,14 +11,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quartet.config.base import ConfigError
 from quartet.models.attention import packed
+from quartet.models.head import LogprobHead
+from quartet.models.tiles import Kernels
 
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
 """Compilers of C and C++, one of which torch needs for a CPU's kernels and for starting a GPU's."""
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Has torch compile each decoder layer of a transformers model at its first use, for any number of tokens. Layers
-    of one kind share what is compiled; recomputation of activations goes on around them.
+    """Has torch compile each decoder layer of a transformers model at its first use, for any number of tokens, and
+    the sums over tiles of the vocabulary in its head. Layers of one kind share what is compiled; recomputation of
+    activations goes on around them.
 
     The plain layers are the reference: results differ from theirs by rounding, since sums of products are fused. The
     attention of packed rows stays as it is, a call between compiled parts, so that the number of sequences and their
@@ -48,3 +51,6 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     AttentionInterface.register(packed.NAME, torch.compiler.disable(packed.packed_attention))
     for layer in layers:
         layer.compile(backend=backend, dynamic=True)
+    for module in model.modules():
+        if isinstance(module, LogprobHead):
+            module.kernels = Kernels.compiled(backend)

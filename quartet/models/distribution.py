@@ -15,7 +15,7 @@ from quartet.models.head import Asked
 from quartet.models.loading import load_config
 from quartet.models.numerics import by_time, check_logits, shannon, tempered
 from quartet.models.sequences import PairTensors
-from quartet.models.tiles import Softmax
+from quartet.models.tiles import Softmax, filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Distribution:
         check_logits(logits, self.temperature)
         size = logits.shape[-1] if self.vocabulary is None else min(self.vocabulary, logits.shape[-1])
         masked = tuple(token for token in self.end_ids if token < size) if self.min_new_tokens else ()
-        ends = _filled(masked, logits.device) if masked else None
+        ends = filled(masked, logits.device) if masked else None
         whole = size == logits.shape[-1] and ends is None
         always = next((token for token in range(size) if token not in masked), 0)
 
@@ -99,11 +99,6 @@ class Distribution:
 def _steps(pairs: PairTensors) -> Tensor:
     """[R or 1, C] the index of each token among those that the engine sampled in one go."""
     return pairs.steps if pairs.turn_steps is None else pairs.turn_steps
-
-
-def _filled(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """[N] int64 on the device, without a copy from the host, which would wait for the device."""
-    return torch.cat([torch.full((1,), token, device=device) for token in ids])
 
 
 def end_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:

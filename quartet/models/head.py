@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quartet.models.sharing import take
-from quartet.models.tiles import Softmax, linear_logprobs, tile_elements
+from quartet.models.tiles import PLAIN, Kernels, Softmax, linear_logprobs, tile_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class LogprobHead(nn.Linear):
 
     cap: float | None = None
     """The model's cap of its logits."""
+    kernels: Kernels = PLAIN
+    """The functions of a tile's numbers."""
 
     def forward(self, input: Tensor, asked: Asked | None = None) -> Tensor:  # nn.Linear's, and a question
         """[R, C, H] -> [R, C, V], the logits without the cap; or [R, C, 1 or 2], as linear_logprobs answers."""
@@ -45,6 +47,7 @@ class LogprobHead(nn.Linear):
             bias=self.bias,
             early=asked.early,
             entropy=asked.entropy,
+            kernels=self.kernels,
         )
 
 

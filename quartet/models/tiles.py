@@ -4,9 +4,9 @@ Neither the logits [N, V] nor their gradient exist as a whole. Letters in shapes
 state, V entries of the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ def linear_logprobs(
     early: Tensor | None = None,
     entropy: bool = False,
     tile: int | None = None,
+    kernels: "Kernels | None" = None,
 ) -> Tensor:
     """Log-probs of given tokens under the logits `hidden @ weight.T + bias`, with gradients for these three.
 
@@ -75,6 +76,7 @@ def linear_logprobs(
         early: [*same] bool, True where `softmax.ends` have probability 0; None: nowhere.
         entropy: whether to compute Shannon's entropy of the whole distribution too, in nats.
         tile: columns of a tile; None: as many as make TILE_ELEMENTS.
+        kernels: the functions of a tile's numbers; None: the plain ones.
 
     Returns:
         [*same, 1], the log-probs, or with entropy [*same, 2], log-probs and entropies; at least in float32.
@@ -93,9 +95,116 @@ def linear_logprobs(
         raise ValueError(f"early is {list(early.shape)}, should be {list(ids.shape)} like the ids")
     rows = hidden.reshape(-1, hidden.shape[-1])
     width = tile or max(LEAST_WIDTH, tile_elements(hidden.device) // max(1, len(rows)))
-    head = _Head(softmax, ids.reshape(-1), None if early is None else early.reshape(-1, 1), width, len(weight))
+    own = None if early is None or not softmax.ends else early.reshape(-1, 1)
+    ends = filled(softmax.ends, ids.device)
+    head = _Head(softmax, ids.reshape(-1), own, ends, width, len(weight), kernels or PLAIN)
     joined: Tensor = _LinearLogprobs.apply(rows, weight, bias, head, entropy)
     return joined.view(*ids.shape, -1)
+
+
+class Sums(NamedTuple):
+    """Sums over the columns so far, [N, 1] each, at least in float32."""
+
+    largest: Tensor
+    """The largest score."""
+    total: Tensor
+    """Sum of exp(score - largest)."""
+    mean: Tensor
+    """Sum of exp(score - largest) * (score - largest), for the entropy."""
+    chosen: Tensor
+    """The score of the id."""
+
+
+class Tile(NamedTuple):
+    """The columns of a tile, [N, W]."""
+
+    logits: Tensor
+    """[N, W]"""
+    at: Tensor
+    """[N, 1] int64, the columns of the ids; arbitrary where they are not in this tile."""
+    inside: Tensor
+    """[N, 1] bool, True where they are."""
+    early: Tensor | None
+    """[N, 1] bool, True where `blocked` have no probability; None: nowhere."""
+    blocked: Tensor
+    """[E] int64, columns; those below 0 or from W on are not in this tile."""
+    possible: bool
+    """False if no column has a probability."""
+
+
+def joined(sums: Sums, tile: Tile, softmax: Softmax, entropy: bool) -> Sums:
+    """The sums with those of one more tile."""
+    scores = _scores(tile.logits, softmax)
+    chosen = torch.where(tile.inside, scores.gather(-1, tile.at), sums.chosen)
+    if not tile.possible:
+        return sums._replace(chosen=chosen)
+    scores = _blocked(scores, tile)
+    largest = torch.maximum(sums.largest, scores.amax(-1, keepdim=True))
+    scores, past = scores.sub_(largest), (sums.largest - largest).exp()
+    mean = sums.mean
+    if entropy:
+        exponentials = scores.exp()
+        mean = (mean + sums.total * (sums.largest - largest)) * past
+        mean = mean + (exponentials * scores.clamp_(min=LEAST_LOGPROB)).sum(-1, keepdim=True)
+    else:
+        exponentials = scores.exp_()
+    return Sums(largest, sums.total * past + exponentials.sum(-1, keepdim=True), mean, chosen)
+
+
+def changed(sums: Sums, tile: Tile, softmax: Softmax, gradient: Tensor, entropies: Tensor | None) -> Tensor:
+    """The gradient of a tile's logits, in their type.
+
+    Args:
+        sums: the sums over all tiles.
+        tile: the tile.
+        softmax: the distribution.
+        gradient: [N, 1], that of the log-probs, or [N, 2], with that of the entropies.
+        entropies: [N, 1]; None if they were not asked for.
+    """
+    scores = _scores(tile.logits, softmax)
+    slope, of_logprob = _slope(scores, softmax), gradient[:, :1]
+    if not tile.possible:
+        change = torch.zeros_like(scores)
+    else:
+        scores = _blocked(scores, tile).sub_(sums.largest)
+        if entropies is None:
+            change = scores.exp_().mul_(-of_logprob / sums.total)
+        else:
+            # d entropy / d score_j = -p_j (log p_j + entropy)
+            inner = scores.clamp(min=LEAST_LOGPROB).add_(entropies - sums.total.log())
+            inner = inner.mul_(gradient[:, 1:]).add_(of_logprob)
+            change = scores.exp_().div_(-sums.total).mul_(inner)
+    own = torch.where(tile.inside, of_logprob, 0.0)
+    if torch.compiler.is_compiling():  # a comparison is a part of the one kernel that is made of all this
+        change = change + torch.where(_columns(change) == tile.at, own, 0.0)
+    else:
+        change.scatter_add_(-1, tile.at, own)
+    return (change if slope is None else change.mul_(slope)).to(tile.logits.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The two functions of a tile's numbers: as they are here, a pass over the tile for each operation, or compiled,
+    where each is one kernel or two."""
+
+    joined: Callable[[Sums, Tile, Softmax, bool], Sums] = joined
+    changed: Callable[[Sums, Tile, Softmax, Tensor, Tensor | None], Tensor] = changed
+
+    @classmethod
+    def compiled(cls, backend: str) -> "Kernels":
+        """Compiles them at their first use by torch's compiler of that name, for tiles of any size."""
+        made = (torch.compile(function, backend=backend, dynamic=True) for function in (joined, changed))
+        return cls(*made)
+
+
+PLAIN = Kernels()
+
+
+def filled(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """[N] int64 on the device, without a copy from the host, which would wait for the device."""
+    return torch.cat(
+        [torch.full((1,), token, device=device) for token in ids] or [torch.empty(0, dtype=torch.long, device=device)]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,37 +216,30 @@ class _Head:
     """[N]"""
     early: Tensor | None
     """[N, 1]"""
+    ends: Tensor
+    """[E], softmax.ends."""
     width: int
     vocabulary: int
+    kernels: Kernels
 
-    @property
-    def size(self) -> int:
-        """Columns with a probability."""
-        size = self.softmax.size
-        return self.vocabulary if size is None else min(size, self.vocabulary)
+    def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tile]]:
+        """The columns of each tile and their numbers: columns with a probability, then the others."""
+        size = self.vocabulary if self.softmax.size is None else min(self.softmax.size, self.vocabulary)
+        for begin, end in ((0, size), (size, self.vocabulary)):
+            for first in range(begin, end, self.width):
+                columns = slice(first, min(first + self.width, end))
+                yield columns, self._tile(hidden, weight, bias, columns, possible=first < size)
 
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """First and last + 1 column of each tile: those of columns with a probability, then the others."""
-        for first, end in ((0, self.size), (self.size, self.vocabulary)):
-            yield from ((at, min(at + self.width, end)) for at in range(first, end, self.width))
-
-    def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, end: int) -> Tensor:
-        """[N, end - first]: the capped logits of these columns / temperature, in a tensor of its own."""
-        scores = widen(linear(hidden, weight[first:end], None if bias is None else bias[first:end]))
-        if self.softmax.cap is not None:
-            scores = scores.div_(self.softmax.cap).tanh_().mul_(self.softmax.cap)
-        return scores if self.softmax.temperature == 1 else scores.div_(self.softmax.temperature)
-
-    def chosen(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """[N, 1] twice: the columns of the ids in this tile, and whether they are in it."""
-        at = (self.ids - first).unsqueeze(-1)
-        return at.clamp(0, end - first - 1), (at >= 0) & (at < end - first)
-
-    def forbid(self, scores: Tensor, first: int, end: int) -> None:
-        """Sets the scores of tokens without probability to -inf, for a tile of columns with one."""
-        for token in self.softmax.ends if self.early is not None else ():
-            if first <= token < end:
-                scores[:, token - first].masked_fill_(self.early[:, 0], -torch.inf)  # type: ignore[index]
+    def _tile(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, *, possible: bool) -> Tile:
+        width, at = columns.stop - columns.start, (self.ids - columns.start).unsqueeze(-1)
+        return Tile(
+            linear(hidden, weight[columns], None if bias is None else bias[columns]),
+            at.clamp(0, width - 1),
+            (at >= 0) & (at < width),
+            self.early,
+            self.ends - columns.start,
+            possible,
+        )
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -146,68 +248,59 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, entropy: bool) -> Tensor:
         column = widen(hidden.new_empty(0)).new_zeros(len(hidden), 1)
-        largest, total, chosen = column + _LEAST_SCORE, column.clone(), column.clone()
-        mean = column.clone()  # sum of exp(score - largest) * (score - largest)
-        for first, end in head.spans():
-            scores = head.scores(hidden, weight, bias, first, end)
-            at, inside = head.chosen(first, end)
-            chosen = torch.where(inside, scores.gather(-1, at), chosen)
-            if first >= head.size:
-                continue
-            head.forbid(scores, first, end)
-            now = torch.maximum(largest, scores.amax(-1, keepdim=True))
-            scores = scores.sub_(now)
-            past = (largest - now).exp()
-            if entropy:
-                exponentials = scores.exp()
-                mean = (mean + total * (largest - now)) * past
-                mean += (exponentials * scores.clamp_(min=LEAST_LOGPROB)).sum(-1, keepdim=True)
-            else:
-                exponentials = scores.exp_()
-            total = total * past + exponentials.sum(-1, keepdim=True)
-            largest = now
-        parts = [chosen - largest - total.log()]
+        sums = Sums(column + _LEAST_SCORE, column.clone(), column.clone(), column.clone())
+        for _, tile in head.tiles(hidden, weight, bias):
+            sums = head.kernels.joined(sums, tile, head.softmax, entropy)
+        parts = [sums.chosen - sums.largest - sums.total.log()]
         if entropy:
-            parts.append(total.log() - mean / total)
+            parts.append(sums.total.log() - sums.mean / sums.total)
         ctx.head = head
-        ctx.save_for_backward(hidden, weight, bias, largest, total, parts[1] if entropy else None)
+        ctx.save_for_backward(hidden, weight, bias, *sums, parts[1] if entropy else None)
         return torch.cat(parts, dim=-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, largest, total, entropies = ctx.saved_tensors
-        head: _Head = ctx.head
+        hidden, weight, bias, *kept, entropies = ctx.saved_tensors
+        head, sums = ctx.head, Sums(*kept)
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        of_logprob = gradient[:, :1]
         hidden_grad = widen(torch.zeros_like(hidden)) if of_hidden else None
         weight_grad = torch.empty_like(weight) if of_weight else None
         bias_grad = torch.empty_like(bias) if of_bias else None
-        for first, end in head.spans():
-            scores = head.scores(hidden, weight, bias, first, end)
-            slope = _slope(scores, head.softmax)
-            at, inside = head.chosen(first, end)
-            if first >= head.size:
-                change = scores.zero_()
-            else:
-                head.forbid(scores, first, end)
-                scores = scores.sub_(largest)
-                if entropies is None:
-                    change = scores.exp_().mul_(-of_logprob / total)
-                else:
-                    # d entropy / d score_j = -p_j (log p_j + entropy)
-                    inner = scores.clamp(min=LEAST_LOGPROB).add_(entropies - total.log())
-                    inner = inner.mul_(gradient[:, 1:]).add_(of_logprob)
-                    change = scores.exp_().div_(-total).mul_(inner)
-            change.scatter_add_(-1, at, torch.where(inside, of_logprob, 0.0))
-            change = (change if slope is None else change.mul_(slope)).to(hidden.dtype)
+        for columns, tile in head.tiles(hidden, weight, bias):
+            change = head.kernels.changed(sums, tile, head.softmax, gradient, entropies)
             if hidden_grad is not None:
-                hidden_grad += linear(change, weight[first:end].t())
+                hidden_grad += linear(change, weight[columns].t())
             if weight_grad is not None:
-                torch.mm(change.t(), hidden, out=weight_grad[first:end])
+                torch.mm(change.t(), hidden, out=weight_grad[columns])
             if bias_grad is not None:
-                bias_grad[first:end] = change.sum(0)
+                bias_grad[columns] = change.sum(0)
         return (None if hidden_grad is None else hidden_grad.to(hidden.dtype)), weight_grad, bias_grad, None, None
+
+
+def _scores(logits: Tensor, softmax: Softmax) -> Tensor:
+    """[N, W]: the capped logits / temperature, in a tensor of its own unless they are in float32."""
+    scores = widen(logits)
+    if softmax.cap is not None:
+        scores = scores.div_(softmax.cap).tanh_().mul_(softmax.cap)
+    return scores if softmax.temperature == 1 else scores.div_(softmax.temperature)
+
+
+def _blocked(scores: Tensor, tile: Tile) -> Tensor:
+    """The scores with -inf for tokens without probability."""
+    if tile.early is None:
+        return scores
+    if torch.compiler.is_compiling():
+        ends = (_columns(scores).unsqueeze(-1) == tile.blocked).any(-1)
+        return torch.where(tile.early & ends, -torch.inf, scores)
+    inside = (tile.blocked >= 0) & (tile.blocked < scores.shape[-1])
+    never = torch.zeros_like(scores[:, :1]).masked_fill(tile.early & inside, -torch.inf)
+    return scores.index_add_(-1, tile.blocked.clamp(0, scores.shape[-1] - 1), never)
+
+
+def _columns(scores: Tensor) -> Tensor:
+    """[W] int64, the numbers of the columns."""
+    return torch.arange(scores.shape[-1], device=scores.device)
 
 
 def _slope(scores: Tensor, softmax: Softmax) -> Tensor | float | None:

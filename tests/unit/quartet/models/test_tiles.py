@@ -1,47 +1,60 @@
 """Log-probs and entropy by tiles of the vocabulary against those from whole logits."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quartet.models.distribution import Distribution
 from quartet.models.sequences import PairTensors, concatenate_pairs, pad_pairs
-from quartet.models.tiles import Softmax, linear_logprobs
+from quartet.models.tiles import PLAIN, Kernels, Softmax, linear_logprobs
 from tests import plain
 
 IDS = torch.tensor([[0, 10, 4], [2, 9, 3]])
 EARLY = torch.tensor([[True, False, True], [True, False, True]])
 WIDTH, VOCABULARY = 5, 11
 TILES = [None, 3, 4, 11]
+OURS = [
+    pytest.param(PLAIN, id="plain"),
+    pytest.param(Kernels.compiled("aot_eager"), id="traced"),
+    pytest.param(Kernels.compiled("inductor"), id="compiled", marks=pytest.mark.exhaustive),
+]
+"""The functions of a tile's numbers; the second traces them as torch's own compiler does, but makes no kernels."""
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
 
 
+@pytest.mark.parametrize("kernels", OURS)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_gradients_are_those_of_finite_differences(tile: int | None, entropy: bool, cap: float | None) -> None:
+def test_gradients_are_those_of_finite_differences(
+    kernels: Kernels, tile: int | None, entropy: bool, cap: float | None
+) -> None:
     """Checks states, weights and bias; with padding (9, 10) and ends that come too early (2, 3, 4) among the ids."""
     torch.manual_seed(0)
     softmax = Softmax(0.7, cap=cap, size=9, ends=(2, 3, 4, 20))
 
     def computed(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return linear_logprobs(hidden, weight, IDS, softmax, bias=bias, early=EARLY, entropy=entropy, tile=tile)
+        options: dict[str, Any] = {"entropy": entropy, "tile": tile, "kernels": kernels}
+        return linear_logprobs(hidden, weight, IDS, softmax, bias=bias, early=EARLY, **options)
 
     assert torch.autograd.gradcheck(computed, (drawn(2, 3, WIDTH), drawn(VOCABULARY, WIDTH), drawn(VOCABULARY)))
 
 
+@pytest.mark.parametrize("kernels", OURS)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_they_are_those_of_whole_logits(tile: int | None, dtype: torch.dtype) -> None:
+def test_they_are_those_of_whole_logits(kernels: Kernels, tile: int | None, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     hidden, weight, ids = drawn(2, 9, 64, dtype=dtype), drawn(40, 64, dtype=dtype), torch.randint(40, (2, 9))
-    actual = linear_logprobs(hidden, weight, ids, Softmax(0.8), entropy=True, tile=tile)
+    actual = linear_logprobs(hidden, weight, ids, Softmax(0.8), entropy=True, tile=tile, kernels=kernels)
     every = (torch.nn.functional.linear(hidden, weight).float() / 0.8).log_softmax(-1)
     chosen = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     expected = torch.stack([chosen, -(every.exp() * every).sum(-1)], dim=-1)
@@ -83,7 +96,8 @@ def test_a_distribution_asks_for_what_it_is(make: Any, distribution: Distributio
     assert none is None
 
 
-def test_large_scores_and_tiles_without_a_possible_token() -> None:
+@pytest.mark.parametrize("kernels", OURS)
+def test_large_scores_and_tiles_without_a_possible_token(kernels: Kernels) -> None:
     """Scores beyond the exponential's range, and a first tile of which all tokens are forbidden."""
     weight = torch.tensor([[2000.0], [1500.0], [1000.0], [1000.0]])
     actual = linear_logprobs(
@@ -94,8 +108,30 @@ def test_large_scores_and_tiles_without_a_possible_token() -> None:
         early=torch.tensor([True]),
         entropy=True,
         tile=2,
+        kernels=kernels,
     )
     torch.testing.assert_close(actual, torch.tensor([[-0.693147, 0.693147]]))
+
+
+def test_few_graphs_are_compiled_for_any_sizes() -> None:
+    """Compiles for tiles with probable tokens and for those without, and at most once more for a width that is
+    aligned otherwise; also where the backward pass runs in a thread of its own, as on a GPU."""
+    torch._dynamo.reset()
+    counters.clear()
+    kernels, graphs = Kernels.compiled("aot_eager"), []
+    softmax = Softmax(0.7, size=400, ends=(1, 2, 150, 399))
+    for count, width in ((256, 128), (100, 90), (77, 133), (311, 200), (5, 70), (7, 81), (8, 120)):
+        hidden, weight = drawn(count, WIDTH), drawn(409, WIDTH)
+        ids, early = torch.randint(409, (count,)), torch.arange(count) < 3
+        chosen = linear_logprobs(hidden, weight, ids, softmax, early=early, tile=width, kernels=kernels)
+        backward = threading.Thread(target=chosen.sum().backward)
+        backward.start()
+        backward.join()
+        assert hidden.grad is not None
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == 4
+    assert graphs[-1] == graphs[2] <= 6
+    torch._dynamo.reset()
 
 
 class Largest(TorchDispatchMode):
