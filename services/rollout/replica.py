@@ -5,6 +5,7 @@ Import path for Serve: `services.rollout.replica:build`.
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -85,6 +86,9 @@ class Rollout(HealthMixin, HttpMixin):
             dtype=config.dtype,
         )
         self._door = self._opened(config, context.app_name) if Port.of().http else None
+        # Libraries and model stay until the end. Looking through them for garbage, to which an answer of many log-probs
+        # drives Python, held all requests up for a third of a second.
+        gc.freeze()
         # Comes last, because Serve sends requests as soon as this returns.
         await catch_up(self._member, engine, self._replica, context.app_name, config.join_s)
 

@@ -253,16 +253,17 @@ async def test_the_call_that_is_lost_with_its_replica_is_made_again(stage: Stage
     assert await stage.fleet.versions() == {"a": 2, "c": 2}
 
 
-@either
-async def test_forming_a_group_again_takes_less_than_half_a_second(stage: Stage) -> None:
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("ipc", marks=MORE)])
+async def test_forming_a_group_again_waits_for_no_deadline(backend: str) -> None:
     """Beyond the detection, here of a death: roll-back, prepare, transfer and commit of a second attempt together,
-    less a push that nothing befalls. Measured, and bounded by weights.control_s alone on a machine this busy."""
-    plain = min([(await stage.push(version)).seconds for version in (2, 3, 4)])
-    stage.fleet.before = {"prepare": stage.send("b", signal.SIGKILL)}
-    report = await stage.push(5)
-    assert report.attempts == 2
-    print(f"forming the group again: {report.seconds - plain:.2f} s")
-    assert report.seconds - plain < CONTROL_S
+    less a push that nothing befalls. Milliseconds, which are printed; any deadline is a minute at least."""
+    async with three(backend, stall_s=60, control_s=60, timeout_s=240, commit_s=60) as stage:
+        plain = min([(await stage.push(version)).seconds for version in (2, 3, 4)])
+        stage.fleet.before = {"prepare": stage.send("b", signal.SIGKILL)}
+        report = await stage.push(5)
+        assert report.attempts == 2
+        print(f"forming the group again: {report.seconds - plain:.2f} s")
+        assert report.seconds - plain < 60
 
 
 async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_does_no_harm(stage: Stage) -> None:
