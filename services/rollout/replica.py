@@ -86,8 +86,8 @@ class Rollout(HealthMixin, HttpMixin):
             dtype=config.dtype,
         )
         self._door = self._opened(config, context.app_name) if Port.of().http else None
-        # Libraries and model stay until the end. Looking through them for garbage, to which an answer of many log-probs
-        # drives Python, held all requests up for a third of a second.
+        # Libraries and model stay until the end. Looking through them for garbage, to which an answer of many
+        # log-probs drives Python, held all requests up for a third of a second.
         gc.freeze()
         # Comes last, because Serve sends requests as soon as this returns.
         await catch_up(self._member, engine, self._replica, context.app_name, config.join_s)
