@@ -87,7 +87,7 @@ class Rollout(HealthMixin, HttpMixin):
         )
         self._door = self._opened(config, context.app_name) if Port.of().http else None
         # Libraries and model stay until the end. Looking through them for garbage, to which an answer of many
-        # log-probs drives Python, held all requests up for a third of a second.
+        # log-probs drives Python, would hold all requests up.
         gc.freeze()
         # Comes last, because Serve sends requests as soon as this returns.
         await catch_up(self._member, engine, self._replica, context.app_name, config.join_s)

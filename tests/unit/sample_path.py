@@ -27,6 +27,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from vllm.logprobs import FlatLogprobs, Logprob
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
@@ -203,7 +204,8 @@ class Script:
     async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
         """One output, of version 1."""
         ids = [10, 11, 12, 13]
-        logprobs = [{token: SimpleNamespace(logprob=-2.0)} for token in ids]
+        logprobs = FlatLogprobs()
+        logprobs.extend({token: Logprob(-2.0)} for token in ids)
         versions = [SimpleNamespace(version="1", start=0, end=len(ids))]
         yield SimpleNamespace(
             outputs=[
