@@ -7,9 +7,9 @@ learner's. Six minutes.
 Each engine runs in a process of its own, since vLLM gives a GPU's memory back with its process. `decode_ms` is the
 time of one more token for all prompts, and `busy_percent` the share of the whole time in which the GPU computed: the
 rest is the host's. `mismatch` is the mean of |log-prob of the engine - log-prob of transformers' model|, both in
-bfloat16. A push follows: the engine's own weights through shared memory, and on a GPU through its memory too, from
-when it is asked for to when it generates again. Then it rests: with `colocate` it releases its KV cache.
-(`benchmarks.rollout` compares the service with LLM.generate.)
+bfloat16. A push of new weights follows, through shared memory and on a GPU through its memory too, from when it is
+asked for to when it generates again; `ipc_mismatch` is the mismatch under them. Then it rests: with `colocate` it
+releases its KV cache. (`benchmarks.gpu.service` compares the service with LLM.generate.)
 """
 
 import asyncio
@@ -134,6 +134,14 @@ def _free(where: torch.device) -> float:
     return torch.cuda.mem_get_info(where)[0] / 2**30 if where.type == "cuda" else 0.0
 
 
+def change(model: Any) -> None:
+    """Makes other weights of those in the model's folder, with which the engine starts."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.005)
+
+
 async def pushed(engine: Any, model: Any, backend: str = "ipc", rounds: int = 1) -> tuple[float, float]:
     """Median seconds of a push of new weights, the learner's gathering included, and of its commit, after one that
     warms up."""
@@ -146,9 +154,7 @@ async def pushed(engine: Any, model: Any, backend: str = "ipc", rounds: int = 1)
     await engine.join({"backend": backend, "senders": [["", sender.rendezvous()]], **place})
     pushes, commits = [], []
     for version in range(1, rounds + 2):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.005)
+        change(model)
         began = time.perf_counter()
         sender.load(model.named_parameters(), version)
         await engine.pause("keep")

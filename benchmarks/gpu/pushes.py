@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.gpu.engine import mismatch, pushed
+from benchmarks.gpu.engine import change, mismatch, pushed
 from benchmarks.gpu.models import make, tokens
 from benchmarks.gpu.results import Results, alone
 
@@ -72,14 +72,6 @@ def print_side(side: str, folder: str, size: str, rounds: str, device: str, dtyp
         figures = _theirs(config, model, prompts, side.endswith("packed"), int(rounds), where, tokens(size))
     gib = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
     print(json.dumps({"gib": round(gib, 2), **figures}), flush=True)
-
-
-def change(model: Any) -> None:
-    """Other weights than those in the model's folder, with which the engine starts."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.005)
 
 
 async def _ours(
