@@ -14,9 +14,12 @@ from orchestrator.config.data import DataConfig
 from orchestrator.data.rendering import render
 from orchestrator.data.tables import Table, open_split
 from quartet.config.base import ConfigError
+from quartet.config.explain import shown
 from quartet.models.reading import reading
 from quartet.wire.codec import Ints
 
+_SHOWN = 80
+"""Most characters of a wrong value that an error repeats."""
 MOST_TASKS = 64
 """Most tasks of a split, as each has metrics of its own."""
 
@@ -81,11 +84,11 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
     check_columns(keys | {f"columns.{index}": key for index, key in enumerate(config.columns)}, table, where)
     indices = selected(len(table.rows), start, stop, split, config.split_seed)
     rows = [table.rows[index] for index in indices]
-    texts = _texts([row[config.input_key] for row in rows], tokenizer, config, [f"{where}, row {i}" for i in indices])
+    places = [table.place(index) for index in indices]
+    texts = _texts([row[config.input_key] for row in rows], tokenizer, config, places)
     # A chat template writes the special tokens itself.
     with reading(f"the tokenizer of {tokenizer.name_or_path} fails on prompts of {where}"):
         token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
-    places = [f"{where}, row {index}" for index in indices]
     labels, tasks = (
         [_text_in(row, key, place) for row, place in zip(rows, places, strict=True)]
         for key in (config.label_key, config.task_key)
@@ -105,8 +108,8 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
             indices, texts, token_ids, labels, tasks, further, strict=True
         )
     ]
-    for prompt in prompts:
-        _check_ids(prompt, vocab_size, where)
+    for prompt, place in zip(prompts, places, strict=True):
+        _check_ids(prompt, vocab_size, place)
     kept = tuple(prompt for prompt in prompts if len(prompt.prompt_ids) <= config.max_prompt_length)
     if not kept:
         raise ConfigError(
@@ -240,7 +243,14 @@ def messages_of(value: Any, where: str) -> list[dict[str, Any]]:
         isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value
     )
     if not value or not well_formed:
-        raise ConfigError(f"{where} should hold text or a list of messages, each with a role and content")
+        raise ConfigError(
+            f"{where} should hold text or a list of messages, each with a role and content, got "
+            f"{shown(value)[:_SHOWN]}"
+        )
+    for at, message in enumerate(value):
+        # Many a template would write a list of parts as Python does, and the run would train on that.
+        if not isinstance(content := message["content"], str | None):
+            raise ConfigError(f"{where}[{at}].content should be text, got {shown(content)[:_SHOWN]}")
     # Arrow gives every message all keys of all messages, with nulls that templates would take for values.
     return [{key: part for key, part in message.items() if part is not None} for message in value]
 
@@ -270,12 +280,12 @@ def sound(text: str, where: str) -> str:
     return text
 
 
-def _check_ids(prompt: Prompt, vocab_size: int | None, where: str) -> None:
+def _check_ids(prompt: Prompt, vocab_size: int | None, place: str) -> None:
     ids = prompt.prompt_ids
     if not len(ids):
-        raise ConfigError(f"{where}, row {prompt.row}: the prompt {prompt.text!r} has no tokens")
+        raise ConfigError(f"{place}: the prompt {prompt.text!r} has no tokens")
     if vocab_size is not None and int(ids.max()) >= vocab_size:
         raise ConfigError(
-            f"{where}, row {prompt.row}: the tokenizer gives id {int(ids.max())}, outside the policy's "
+            f"{place}: the tokenizer gives id {int(ids.max())}, outside the policy's "
             f"vocabulary (0 to {vocab_size - 1}); use the tokenizer that belongs to the policy"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.data.bounded import bounded
-from quartet.config.base import GIB, MIB, ConfigError, check_regular
+from quartet.config.base import GIB, MIB, ConfigError, check_regular, or_of_hub
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _PART = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]{16})?")
@@ -56,7 +56,9 @@ def split_names(path: str) -> list[str]:
 def _splits(path: Path) -> dict[str, Callable[[], Table]]:
     """Split name -> function that reads it."""
     if not path.exists():
-        raise ConfigError(f"data.path: no such file or folder: {path} (looked for {path.resolve()})")
+        raise ConfigError(
+            f"data.path: no such file or folder: {path} (looked for {path.resolve()})" + or_of_hub(str(path))
+        )
     check_regular(path, "data.path")
     if path.is_file():
         if path.suffix not in SUFFIXES:
@@ -192,7 +194,8 @@ def _read_json(path: Path) -> tuple[list[dict[str, Any]], str, list[int]]:
     else:
         unit = "line"
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        numbered = [(number, _decode(line, f"data.path {path}, line {number}")) for number, line in lines]
+        form = "; each line should be an object" + (", or all one array of objects" if path.suffix == ".json" else "")
+        numbered = [(number, _decode(line, f"data.path {path}, line {number}", form)) for number, line in lines]
     for number, row in numbered:
         if not isinstance(row, dict):
             raise ConfigError(f"data.path {path}, {unit} {number}: should be a JSON object, got {type(row).__name__}")
@@ -201,15 +204,15 @@ def _read_json(path: Path) -> tuple[list[dict[str, Any]], str, list[int]]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # as editors on Windows write it
     except UnicodeDecodeError as error:
         raise ConfigError(f"data.path {path}: should be text in UTF-8, but byte {error.start} is not") from None
 
 
-def _decode(text: str, where: str) -> Any:
+def _decode(text: str, where: str, form: str = "") -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+        raise ConfigError(f"{where}: not valid JSON: {error.msg} (column {error.colno}){form}") from None
     except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python converts
         raise ConfigError(f"{where}: cannot be read: {error}") from None

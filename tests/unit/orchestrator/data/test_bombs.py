@@ -105,16 +105,16 @@ ROWS = [{"prompt": [{"role": "user", "content": "a"}]}, {"prompt": "b"}]
     ("template", "said"),
     [
         ("{{ 'a' * 10**10 }}", "data.chat_template: needs more than 1 GiB of memory to be read"),
-        ("{{ 'a' * (100 * 2**20) }}", "row 0: the chat template has written more than "),
+        ("{{ 'a' * (100 * 2**20) }}", "line 1: the chat template has written more than "),
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
             "{% endfor %}{% endfor %}{% endfor %}",
             "data.chat_template: was not read within 1.02 s",
         ),
-        ("{{ 1 // 0 }}", "row 0: the chat template refuses the messages: "),
-        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "row 0: the chat template refuses the messages: "),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "row 0: the chat template refuses the messages: "),
-        ("{{ ''.__class__.__mro__ }}", "row 0: the chat template refuses the messages: "),
+        ("{{ 1 // 0 }}", "line 1: the chat template refuses the messages: "),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "line 1: the chat template refuses the messages: "),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "line 1: the chat template refuses the messages: "),
+        ("{{ ''.__class__.__mro__ }}", "line 1: the chat template refuses the messages: "),
     ],
 )
 def test_chat_templates_have_limits(

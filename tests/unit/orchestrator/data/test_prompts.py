@@ -91,11 +91,13 @@ def test_further_columns_are_kept_as_json_has_them(tmp_path: Path) -> None:
         load_prompts(config(data, columns=("tests", "nothing")), tokenizer(), "train")
     half = tmp_path / "half.jsonl"
     half.write_text(r'{"prompt": "a", "tests": ["\ud800"]}')
-    with fails("row 0: column 'tests': character 2, \\ud800, is half of a character; remove it"):
+    with fails("line 1: column 'tests': character 2, \\ud800, is half of a character; remove it"):
         load_prompts(config(half, columns=("tests",)), tokenizer(), "train")
     parquet = tmp_path / "p.parquet"
     Dataset.from_dict({"prompt": ["a"], "tests": [b"1"]}).to_parquet(parquet)
-    with fails("row 0: column 'tests' holds what JSON cannot: Object of type bytes is not JSON serializable"):
+    with fails(
+        "p.parquet, row 0: column 'tests' holds what JSON cannot: Object of type bytes is not JSON serializable"
+    ):
         load_prompts(config(parquet, columns=("tests",)), tokenizer(), "train")
 
 
@@ -181,7 +183,7 @@ def test_shuffling_comes_before_the_range_and_is_the_same_for_every_range(tmp_pa
     ("content", "message"),
     [
         ("", "split 'train': holds no rows"),
-        ('{"prompt": null}\n', "row 0: column 'prompt' should hold text, got NoneType"),
+        ('{"prompt": "a"}\n\n{"prompt": null}\n', "p.jsonl, line 3: column 'prompt' should hold text, got NoneType"),
         ('{"prompt": ["a"]}\n', "should hold text, got list; for chat messages set data.chat_template"),
     ],
 )
@@ -189,6 +191,21 @@ def test_rows_that_are_not_prompts(tmp_path: Path, content: str, message: str) -
     (tmp_path / "p.jsonl").write_text(content)
     with fails(message):
         load_prompts(config(tmp_path / "p.jsonl"), tokenizer(), "train")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (7, "column 'prompt' should hold text or a list of messages, each with a role and content, got 7"),
+        ([{"role": "user", "content": 7}], "column 'prompt'[0].content should be text, got 7"),
+        # A template of plain texts would write the list as Python does.
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "column 'prompt'[0].content should be text"),
+    ],
+)
+def test_messages_that_are_not_text(tmp_path: Path, messages: object, message: str) -> None:
+    data = jsonl(tmp_path / "p.jsonl", [{"prompt": messages}])
+    with fails(f"{data}, line 1: {message}"):
+        load_prompts(config(data, chat_template=True), tokenizer(TEMPLATE), "train")
 
 
 def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -213,10 +230,10 @@ def test_nothing_left_nothing_in_a_prompt_and_the_wrong_vocabulary(tmp_path: Pat
         load_prompts(config(data, max_prompt_length=1), tokenizer(), "train")
     # The largest id is that of "a", 3.
     assert len(load_prompts(config(data), tokenizer(), "train", vocab_size=4).prompts) == 3
-    with fails("row 0: the tokenizer gives id 3, outside the policy's vocabulary (0 to 2); use the tokenizer"):
+    with fails("line 1: the tokenizer gives id 3, outside the policy's vocabulary (0 to 2); use the tokenizer"):
         load_prompts(config(data), tokenizer(), "train", vocab_size=3)
     blank = jsonl(tmp_path / "blank.jsonl", [{"prompt": "a"}, {"prompt": " "}])
-    with fails("row 1: the prompt ' ' has no tokens"):
+    with fails("blank.jsonl, line 2: the prompt ' ' has no tokens"):
         load_prompts(config(blank), tokenizer(bos=False), "train")
 
 
@@ -250,9 +267,9 @@ def test_bad_chats(tmp_path: Path) -> None:
     with fails("data.chat_template: the tokenizer has none; turn it off or use a chat model's"):
         load("a", template=None)
     for prompt in ([], None, 3, ["a"], [{"role": "user"}]):
-        with fails("row 0: column 'prompt' should hold text or a list of messages, each with a role and content"):
+        with fails("line 1: column 'prompt' should hold text or a list of messages, each with a role and content"):
             load(prompt)
-    with fails("row 0: the chat template refuses the messages: users only"):
+    with fails("line 1: the chat template refuses the messages: users only"):
         load([{"role": "system", "content": "a"}])
 
 
@@ -274,5 +291,5 @@ def test_half_a_character_is_refused(tmp_path: Path, column: str) -> None:
     path = jsonl(
         tmp_path / "p.jsonl", [{"prompt": "a", "label": "b"}, {"prompt": "a", "label": "b", column: "a\ud800"}]
     )
-    with fails(f"split 'train', row 1: column {column!r}: character 1, \\ud800, is half of a character; remove it"):
+    with fails(f"{path}, line 2: column {column!r}: character 1, \\ud800, is half of a character; remove it"):
         load_prompts(config(path, label_key="label"), tokenizer(), "train")

@@ -35,6 +35,12 @@ def test_every_kind_of_storage(tmp_path: Path) -> None:
         assert [dict(row) for row in table.rows] == content, name
 
 
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    for name, content in (("p.jsonl", '{"prompt": "a"}\r\n'), ("p.json", '[{"prompt": "a"}]')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert open_split(str(tmp_path / name), "train").rows == [{"prompt": "a"}]
+
+
 def test_json_values_stay_as_written_and_columns_may_be_absent(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "p.jsonl", [{"a": "2024-05-01"}, {"b": 2}, {"a": 3.5}])
     table = open_split(str(data), "train")
@@ -96,6 +102,7 @@ def test_paths_that_hold_no_data(tmp_path: Path) -> None:
         ("p.jsonl", '{"prompt": "a"}\n"b"\n', "p.jsonl, line 2: should be a JSON object, got str"),
         ("p.json", '[{"prompt": "a"}, 7]', "p.json, element 2: should be a JSON object, got int"),
         ("p.json", '[{"prompt": "a"}', "p.json: not valid JSON"),
+        ("p.json", '{\n"data": []\n}', "(column 2); each line should be an object, or all one array of objects"),
     ],
 )
 def test_files_that_are_not_json_objects(tmp_path: Path, name: str, content: str, message: str) -> None:
