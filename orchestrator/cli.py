@@ -4,6 +4,7 @@ import asyncio
 import errno
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -95,7 +96,9 @@ def keys(
 def begin(
     file: Annotated[Path, typer.Argument(help="The YAML file to write, such as mine.yaml.")],
     model: Annotated[str, typer.Option(help="The model to train: a folder, or ORG/NAME@REVISION of a hub.")],
-    reward: Annotated[str, typer.Option(help="A reward model, or a function as package.module:name.")],
+    reward: Annotated[
+        str, typer.Option(help="A reward model, a function as package.module:name, or a reward service as HOST:PORT.")
+    ],
     prompts: Annotated[str, typer.Option(help="A file, a folder of splits, or ORG/NAME@REVISION of a hub.")],
     input_key: Annotated[str | None, typer.Option(help="Column of the prompts, if it has no usual name.")] = None,
     label_key: Annotated[str | None, typer.Option(help="Column that a reward function gets as label.")] = None,
@@ -109,7 +112,8 @@ def begin(
     wanted = Wanted(model, reward, prompts, input_key, label_key, max_new_tokens)
     for note in init(file, wanted, Machine.here(), overwrite=overwrite):
         _say(note)
-    _say(f"wrote {file}; next: quartet check {file} && quartet up {file} && quartet train {file}")
+    name = shlex.quote(str(file))
+    _say(f"wrote {file}; next: quartet check {name} && quartet up {name} && quartet train {name}")
 
 
 @app.command()

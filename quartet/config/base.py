@@ -126,6 +126,13 @@ def _extent(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, in
     return known[id(node)]
 
 
+def or_of_hub(name: str) -> str:
+    """The end of an error about a folder that does not exist: the form of names of the Hugging Face hub,
+    if the name has nearly that form."""
+    looks_so = re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) and not name.startswith(".")
+    return f"; of the Hugging Face hub with its revision, such as {name}@main" if looks_so else ""
+
+
 def check_regular(path: Path, where: str) -> None:
     """Raises ConfigError, which begins with `where`, if `path` is a pipe, socket or device: reading one may never
     end."""

@@ -32,9 +32,14 @@ def imported(path: str, field: str) -> Any:
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         # Says which file was read, as another module of the same name may have been found first.
         place = getattr(sys.modules.get(module), "__file__", None)
+        file = (
+            f"; a module is named without its .py: {module.removesuffix('.py')}:{name}"
+            if module.endswith(".py")
+            else ""
+        )
         raise ConfigError(
             f"{field}: {path!r} should be package.module:name, but cannot be imported: {error}"
-            + (f" (the module is {place})" if place else "")
+            + (f" (the module is {place})" if place else file)
         ) from None
     except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
         raise ConfigError(f"{field}: importing {module} fails with {type(error).__name__}: {error}") from None

@@ -37,7 +37,7 @@ class Choices:
 
     policy: Model
     reward: Model | None
-    """The reward model; None if a function scores."""
+    """The reward model; None if a function or a service that runs scores."""
     prompts: Prompts
     machine: Machine
     max_new_tokens: int | None = None

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from orchestrator.commands.checks.startable import sums_of
 from orchestrator.commands.init.choices import Choices
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.prompts import look_at
-from orchestrator.deployment.facts.derive import FUNCTION
+from orchestrator.deployment.facts.derive import FUNCTION, TARGET
 from orchestrator.deployment.facts.facts import Facts
 from orchestrator.deployment.facts.hub import ID, Kind, Pinned
 from orchestrator.deployment.facts.model import Model
@@ -77,7 +78,7 @@ def init(file: Path, wanted: Wanted, machine: Machine, *, overwrite: bool = Fals
             notes.append(f"{problem}; so adapters are trained (lora) in place of all weights")
             text = compose(file, wanted, replace(choices, adapters=True))
             deployment = _loaded(tried, text)
-        notes += preflight(deployment).notes
+        notes += map(deployment.worded, preflight(deployment).notes)
     try:
         write(file, text)
     except OSError as error:
@@ -127,10 +128,11 @@ def _place(pinned: Pinned, name: str, kind: Kind, flag: str) -> str:
 
 def _text(file: Path, facts: Mapping[str, Any], whole: Mapping[str, Any], size: str) -> str:
     """The facts, a line each, and below them the rest as comments, each with what it is here."""
+    name = shlex.quote(str(file))
     lines = [
         f"# Written by `quartet init` for a model of {size} parameters. How to use it:",
-        f"#   quartet check {file} && quartet up {file} && quartet train {file} && quartet down",
-        f"# `quartet render {file}` prints the whole file that follows from these facts.",
+        f"#   quartet check {name} && quartet up {name} && quartet train {name} && quartet down",
+        f"# `quartet render {name}` prints the whole file that follows from these facts.",
         "",
         *(f"{name}: {_yaml(value)}" for name, value in facts.items()),
         "",
@@ -162,7 +164,9 @@ def _yaml(value: Any) -> str:
 
 
 def _reward_model(reward: str, expected: str) -> Model | None:
-    """The model that scores; None if a function does."""
+    """The model that scores; None if a function or another service does."""
+    if TARGET.fullmatch(reward):
+        return None
     if not Path(reward).is_dir() and FUNCTION.fullmatch(reward):
         load_function(reward, "--reward", asynchronous=True)
         return None

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from quartet.config.base import ConfigError
+from quartet.config.base import ConfigError, or_of_hub
 from quartet.models.attention import packed
 from quartet.models.loading import shape_of_causal
 from quartet.models.size import BYTES, head_size
 
-OR_FUNCTION = "; or a function as package.module:name, such as my_reward:score"
-"""Said of a reward that is neither."""
+OTHER_REWARDS = (
+    "; or a function as package.module:name, such as my_reward:score; or a reward service as HOST:PORT or "
+    "HOST:PORT/SCORER"
+)
+"""Said of a reward that is none of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Model:
     def at(cls, folder: str, field: str) -> Self:
         """The model in `folder`. ConfigError, which names the `field` or flag, if the folder holds no model."""
         if not Path(folder).is_dir():
-            or_else = OR_FUNCTION if field in ("reward", "--reward") else ""
+            or_else = or_of_hub(folder) + (OTHER_REWARDS if field in ("reward", "--reward") else "")
             raise ConfigError(f"{field}: should be a model's folder, but {folder} does not exist{or_else}")
         try:
             return cls(folder, shape_of_causal(folder, "float32"))

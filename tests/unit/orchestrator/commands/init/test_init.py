@@ -146,7 +146,7 @@ def test_long_prompts_leave_half_of_the_room_to_responses(policy_folder: Path, t
     notes = init(file, wanted, HERE)
     run = Deployment.load(file).raw["orchestrator"]
     assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (64, 64)
-    assert any("are longer than data.max_prompt_length and left out" in note for note in notes)
+    assert any("are longer than prompts.max_prompt_length and left out" in note for note in notes)
 
 
 def test_a_file_for_a_gpu(policy_folder: Path, reward_folder: Path, prompts: str, tmp_path: Path) -> None:
@@ -201,11 +201,30 @@ def test_wrong_flags_are_named(policy_folder: Path, prompts: str, tmp_path: Path
     tokenizer.save_pretrained(other)
     columns = write_prompts(tmp_path / "columns.jsonl", [{"a": "w4", "b": "w5"}])
     empty = write_prompts(tmp_path / "empty.jsonl", [])
+    hub = (
+        "{0}: should be a model's folder, but {1} does not exist; of the Hugging Face hub with its revision, such as "
+        "{1}@main"
+    )
     for wanted, says in (
         (Wanted("no/such", FUNCTION, prompts), "--model: should be a model's folder, but no/such does not exist"),
         (Wanted(str(tmp_path), FUNCTION, prompts), f"--model: model: {tmp_path} holds no config.json of a model"),
         (Wanted(t5, FUNCTION, prompts), f"--model: model: {t5} does not describe a language model"),
-        (Wanted(policy, "judge.py", prompts), "--reward: should be a model's folder, but judge.py does not exist"),
+        (Wanted("Qwen/Qwen2.5-0.5B", FUNCTION, prompts), hub.format("--model", "Qwen/Qwen2.5-0.5B")),
+        (Wanted(policy, "org/judge", prompts), hub.format("--reward", "org/judge")),
+        (
+            Wanted(policy, FUNCTION, "openai/gsm8k"),
+            f"--prompts: data.path: no such file or folder: openai/gsm8k (looked for {Path.cwd()}/openai/gsm8k); of "
+            "the Hugging Face hub with its revision, such as openai/gsm8k@main",
+        ),
+        (
+            Wanted(policy, "judge.py", prompts),
+            "--reward: should be a model's folder, but judge.py does not exist; or",
+        ),
+        (
+            Wanted(policy, "my_judge.py:score", prompts),
+            "--reward: 'my_judge.py:score' should be package.module:name, but cannot be imported: No module named "
+            "'my_judge'; a module is named without its .py: my_judge:score",
+        ),
         (
             Wanted(policy, "tests.scorers:absent", prompts),
             "--reward: 'tests.scorers:absent' should be package.module",
@@ -242,3 +261,11 @@ def test_the_command_writes_for_this_machine_and_check_says_fine(
     assert (done.exit_code, done.exception) == (0, None)
     assert CliRunner().invoke(app, ["check", file]).exit_code == 0
     assert yaml.safe_load(Path(file).read_text())["name"] == "a-run"
+    assert f"quartet up '{file}' && quartet train '{file}'" in done.stderr
+
+
+def test_a_service_that_runs_scores(policy_folder: Path, prompts: str, tmp_path: Path) -> None:
+    raw = written(tmp_path, Wanted(str(policy_folder), "127.0.0.1:19000/taste", prompts))
+    assert [application["name"] for application in raw["applications"]] == ["rollout", "reference", "critic"]
+    assert raw["orchestrator"]["services"] == {"reward": {"target": "127.0.0.1:19000", "scorer": "taste"}}
+    assert args(raw, "critic")["model"] == str(policy_folder)
