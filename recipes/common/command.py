@@ -1,7 +1,9 @@
 """The command line that every recipe has."""
 
 import argparse
+import asyncio
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +20,8 @@ Make = Callable[[Path, int, Console], bool]
 
 
 def run(recipe: str, make: Make, arguments: Sequence[str] | None = None) -> None:
-    """Calls `make` as `--out` and `--seed` say; a bad argument ends the program with status 2."""
+    """Calls `make` as `--out` and `--seed` say. A bad argument or a full disk ends the program with status 2, Ctrl-C
+    with 130; what was there before is then still there."""
     parser = argparse.ArgumentParser(
         prog=f"python -m recipes.{recipe}", description=f"Makes the models and prompts of {recipe}."
     )
@@ -28,8 +31,11 @@ def run(recipe: str, make: Make, arguments: Sequence[str] | None = None) -> None
     os.environ.update(PATIENT | os.environ)
     try:
         make(chosen.out, chosen.seed, Console(highlight=False, markup=False, soft_wrap=True))
-    except FileExistsError as error:
+    except OSError as error:
         parser.error(str(error))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted; the same command begins again", file=sys.stderr)
+        sys.exit(130)
 
 
 def _seed(text: str) -> int:

@@ -1,5 +1,7 @@
 """Making things once: cache, invalidation, interruption."""
 
+import asyncio
+import errno
 import io
 import json
 from collections.abc import Mapping
@@ -163,3 +165,27 @@ def test_the_command_reports_a_folder_with_other_things(capsys: pytest.CaptureFi
         run("thing", make, [])
     assert stopped.value.code == 2
     assert "/thesis holds other things" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; the same command begins again"),
+        (asyncio.CancelledError(), 130, "interrupted; the same command begins again"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "models/thing"),
+            2,
+            "No space left on device: 'models/thing'",
+        ),
+    ],
+)
+def test_the_command_ends_without_a_traceback(
+    raised: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(out: Path, seed: int, console: Console) -> bool:
+        raise raised
+
+    with pytest.raises(SystemExit) as stopped:
+        run("thing", make, [])
+    assert stopped.value.code == status
+    assert said in capsys.readouterr().err
