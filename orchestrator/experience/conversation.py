@@ -30,7 +30,7 @@ class Conversation:
 
     @classmethod
     def of(cls, request: SampleRequest) -> Self:
-        """The prompt."""
+        """The conversation that has a prompt and no response yet."""
         return cls(request, (Segment(request.prompt.prompt_ids),))
 
     @property
@@ -54,7 +54,7 @@ class Conversation:
         return int(np.random.SeedSequence([seed, self.turn]).generate_state(1, np.uint64)[0] >> 1)
 
     def responded(self, sample: Sample) -> Self:
-        """With another response."""
+        """The conversation with one more response at its end."""
         return replace(
             self,
             segments=(*self.segments, sample.segment),
@@ -64,7 +64,7 @@ class Conversation:
         )
 
     def answered(self, ids: Ints) -> Self:
-        """With another answer."""
+        """The conversation with an environment's answer at its end."""
         return replace(self, segments=(*self.segments, Segment(ids)))
 
 

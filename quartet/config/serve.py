@@ -1,7 +1,7 @@
 """Serve's own sections of the YAML file, checked with Serve's own schema before anything is deployed.
 
-Lives in services because the orchestrator does not import Ray Serve. Serve ignores unknown fields, so that a typo
-would silently do nothing; unknown fields are therefore reported here as well.
+Serve ignores unknown fields, so that a typo would silently do nothing: they are reported here too. Apart from the
+other configuration, because it loads Ray Serve, which takes seconds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ def problems(raw: Mapping[str, Any]) -> list[str]:
     rest = {name: section for name, section in raw.items() if name != "applications"}
     for name, section in rest.items():
         errors += _unknown(ServeDeploySchema.model_fields[name].annotation, section, name)
-    # Checks across applications follow once each application is right by itself.
+    # Applications are compared with each other only once each is valid by itself.
     errors = errors or list(_wrong_routes(applications))
     errors += _refused(ServeDeploySchema, rest | {"applications": [] if errors else list(applications)})
     return errors

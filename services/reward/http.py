@@ -417,7 +417,7 @@ class _Answer(Response):
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers."""
+        """Sends the answer."""
         await self._serve(scope, receive, send)
 
 

@@ -169,7 +169,7 @@ class FunctionScorerConfig(WorkerScorerConfig):
 
     @property
     def source(self) -> str:
-        """Empty."""
+        """Empty: a worker process reads the function's source when it imports it."""
         return ""
 
     def check(self, where: str) -> None:

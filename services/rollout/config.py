@@ -32,8 +32,8 @@ class RolloutConfig(Config):
     dtype: Dtype = "float32"
     """Arithmetic of the engine: that of orchestrator.policy.dtype, whose default this is."""
     max_length: Annotated[int, Field(ge=3)] | None = None
-    """Longest prompt + response, in tokens; 3 at least, as a push's proof takes two tokens and the next one. Null:
-    2048, or what the model takes if that is less."""
+    """Longest prompt + response, in tokens; at least 3, as the check after a push needs a prompt of two
+    tokens. Null: 2048, or what the model takes if that is less."""
     max_num_seqs: Count = 256
     """Most requests in one engine step."""
     kv_cache_mib: Count | None = None

@@ -66,7 +66,7 @@ class OpenSession:
 
 
 class SessionHolder:
-    """The actor."""
+    """A Ray actor that holds an application's sessions."""
 
     def __init__(self) -> None:
         self._sessions = Sessions()

@@ -95,7 +95,7 @@ def _inside(kind: Descriptor) -> dict[int, Descriptor | None]:
 
 
 def _number(raw: bytes, at: int) -> tuple[int, int]:
-    """A tag or length, seven bits a byte, and where the next byte is."""
+    """Reads a protobuf varint at `at`, a tag or a length; returns it and the position after it."""
     number = 0
     for shift in range(0, 35, 7):
         if at >= len(raw):
@@ -109,7 +109,7 @@ def _number(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def _after_number(raw: bytes, at: int) -> int:
-    """Place of the byte behind a number."""
+    """The position after the varint at `at`."""
     if (number := _ANY_NUMBER.match(raw, at)) is None:
         raise ValueError("a number that does not end")
     return number.end()

@@ -42,7 +42,7 @@ def rows_of(pairs: Sequence[Pair]) -> list[list[Any]]:
 
 
 def pairs_of(rows: Sequence[list[Any]]) -> list[Pair]:
-    """The pairs again."""
+    """The pairs of which `rows_of` made these values."""
     found = []
     for row in rows:
         known = dict(zip(_FIELDS, row, strict=True))
