@@ -1,10 +1,13 @@
-"""Means and win rates with their confidence intervals."""
+"""Means and win rates with their 95 % confidence intervals."""
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
+
+UPPER = 0.975
+"""Probability below the upper bound of an interval; all have 95 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +19,12 @@ class Interval:
     high: float
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Student's interval of the mean: mean ± t(n-1) · s / √n. One value alone has no bounds.
 
     Raises:
-        ValueError: no values, one that is not finite, or a confidence outside 0 to 1.
+        ValueError: no values, or one that is not finite.
     """
-    _check_confidence(confidence)
     if not len(values):
         raise ValueError("values: empty; there must be at least one")
     if not all(math.isfinite(value) for value in values):
@@ -30,17 +32,16 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     mean = fmean(values)
     if len(values) == 1:
         return Interval(mean, math.nan, math.nan)
-    half = student_t((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    half = student_t(UPPER, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
 
-def ratio_interval(totals: Sequence[float], counts: Sequence[int], confidence: float = 0.95) -> Interval:
+def ratio_interval(totals: Sequence[float], counts: Sequence[int]) -> Interval:
     """Interval of the mean of numbers that come in groups of different sizes: sum of `totals` over sum of `counts`.
 
     Groups are independent, the numbers in one are not: the ratio's linearised variance (Cochran 1977, Sampling
     Techniques, eq. 6.13), with Student's t. One group alone has no bounds. ValueError as for `mean_interval`.
     """
-    _check_confidence(confidence)
     if not len(totals) or not all(math.isfinite(total) for total in totals):
         raise ValueError("totals: should be finite numbers, at least one")
     size, number = sum(counts), len(totals)
@@ -48,11 +49,11 @@ def ratio_interval(totals: Sequence[float], counts: Sequence[int], confidence: f
     if number == 1:
         return Interval(ratio, math.nan, math.nan)
     squares = sum((total - ratio * count) ** 2 for total, count in zip(totals, counts, strict=True))
-    half = student_t((1 + confidence) / 2, number - 1) * math.sqrt(number / (number - 1) * squares) / size
+    half = student_t(UPPER, number - 1) * math.sqrt(number / (number - 1) * squares) / size
     return Interval(ratio, ratio - half, ratio + half)
 
 
-def over_prompts(values: Sequence[tuple[int, float]], confidence: float = 0.95) -> Interval:
+def over_prompts(values: Sequence[tuple[int, float]]) -> Interval:
     """Interval of the mean over prompts of each prompt's mean, from (prompt's row, value) pairs.
 
     Several responses to one prompt are not independent, so each prompt counts once.
@@ -60,23 +61,22 @@ def over_prompts(values: Sequence[tuple[int, float]], confidence: float = 0.95) 
     by_row: defaultdict[int, list[float]] = defaultdict(list)
     for row, value in values:
         by_row[row].append(value)
-    return mean_interval([fmean(group) for group in by_row.values()], confidence)
+    return mean_interval([fmean(group) for group in by_row.values()])
 
 
-def win_rate(after: Sequence[float], before: Sequence[float], confidence: float = 0.95) -> Interval:
+def win_rate(after: Sequence[float], before: Sequence[float]) -> Interval:
     """The share of pairs in which `after` is greater, a tie counting one half, with Wilson's interval (1927).
 
     Raises:
-        ValueError: no pairs, unequal lengths, or a confidence outside 0 to 1.
+        ValueError: no pairs, or unequal lengths.
     """
-    _check_confidence(confidence)
     if len(after) != len(before):
         raise ValueError(f"after and before: {len(after)} and {len(before)} values; they should be pairs")
     if not len(after):
         raise ValueError("after and before: empty; there must be at least one pair")
     n = len(after)
     share = fmean(0.5 * (a > b) + 0.5 * (a >= b) for a, b in zip(after, before, strict=True))
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf(UPPER)
     centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
     return Interval(share, centre - half, centre + half)
@@ -100,8 +100,3 @@ def student_t(probability: float, freedom: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence: should lie between 0 and 1, got {confidence}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.evaluation.intervals import Interval
+from orchestrator.evaluation.intervals import UPPER, Interval
 
 RESAMPLES = 10_000
 """Resamples of a bootstrap, fewer where there are so many different values that they would take minutes."""
@@ -36,8 +36,8 @@ class Comparison:
     """Two-sided p-value of the sign test of `better` and `worse`."""
 
 
-def bootstrap(values: Sequence[float], confidence: float = 0.95, resamples: int | None = None) -> Interval:
-    """The mean and its percentile interval by the bootstrap (Efron and Tibshirani 1993, An Introduction to the
+def bootstrap(values: Sequence[float], resamples: int | None = None) -> Interval:
+    """The mean and its 95 % percentile interval by the bootstrap (Efron and Tibshirani 1993, An Introduction to the
     Bootstrap, chapter 13): bounds are quantiles of the means of samples drawn from the values with replacement.
 
     Responses to one prompt are not independent: give a number for each prompt, [P]. The same values give the same
@@ -45,14 +45,11 @@ def bootstrap(values: Sequence[float], confidence: float = 0.95, resamples: int 
 
     Args:
         values: finite numbers, [P].
-        confidence: share of the means within the bounds.
         resamples: number of samples drawn; None: RESAMPLES, fewer for many different values.
 
     Raises:
-        ValueError: no values, one that is not finite, or a confidence outside 0 to 1.
+        ValueError: no values, or one that is not finite.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence: should lie between 0 and 1, got {confidence}")
     if not len(values) or not np.isfinite(values).all():
         raise ValueError("values: should be finite numbers, at least one")
     mean = math.fsum(values) / len(values)
@@ -68,7 +65,7 @@ def bootstrap(values: Sequence[float], confidence: float = 0.95, resamples: int 
         end = min(begin + step, number)
         drawn = generator.multinomial(len(values), counts / len(values), size=end - begin)
         means[begin:end] = drawn @ different / len(values)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(means, [1 - UPPER, UPPER])
     return Interval(mean, float(low), float(high))
 
 
@@ -112,7 +109,7 @@ def sign_test(better: int, worse: int) -> float:
     return min(1.0, 2 * total)
 
 
-def compare(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> Comparison:
+def compare(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Comparison:
     """A against B, from the scores of A's responses and of B's to each prompt, [P] pairs of one or more numbers.
 
     The test is the sign test over prompts: of scores it reads only which of two is the higher, so that neither a
@@ -127,8 +124,8 @@ def compare(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence
     better, worse = sum(share > 0.5 for share in shares), sum(share < 0.5 for share in shares)
     return Comparison(
         prompts=len(pairs),
-        wins=bootstrap(shares, confidence),
-        difference=bootstrap(differences, confidence),
+        wins=bootstrap(shares),
+        difference=bootstrap(differences),
         better=better,
         worse=worse,
         p=sign_test(better, worse),

@@ -15,7 +15,7 @@ LONGEST_S = 600.0
 LONGEST_ID = 200
 """Most characters of a run's id."""
 MOST_AHEAD = 1 << 32
-"""Most by which a claim may raise the lease's number: a claim of the largest number would lock out every later run."""
+"""Most by which a claim may raise the lease's number: a claim of the largest would lock out all later runs."""
 
 
 class Fence:

@@ -32,12 +32,6 @@ def test_mean_interval() -> None:
     assert interval.high == pytest.approx(3 + 1.96324, rel=1e-3)
 
 
-def test_mean_interval_takes_its_confidence_into_account() -> None:
-    # Three values have two degrees of freedom; s = 1; 2.91999 / sqrt(3) = 1.68585.
-    interval = mean_interval([1, 2, 3], confidence=0.9)
-    assert (interval.low, interval.high) == pytest.approx((2 - 1.68585, 2 + 1.68585), abs=1e-5)
-
-
 def test_equal_values_have_an_interval_of_no_width_and_a_single_one_has_none() -> None:
     equal = mean_interval([2.5] * 4)
     assert (equal.mean, equal.low, equal.high) == (2.5, 2.5, 2.5)
@@ -70,11 +64,7 @@ def test_bad_input() -> None:
         mean_interval([])
     with pytest.raises(ValueError, match="values: should be finite, but there is a NaN or an infinity"):
         mean_interval([1.0, math.nan])
-    with pytest.raises(ValueError, match="confidence: should lie between 0 and 1, got 95"):
-        mean_interval([1.0], confidence=95)
     with pytest.raises(ValueError, match="after and before: 2 and 1 values; they should be pairs"):
         win_rate([1, 2], [1])
     with pytest.raises(ValueError, match="after and before: empty; there must be at least one pair"):
         win_rate([], [])
-    with pytest.raises(ValueError, match="confidence: should lie between 0 and 1, got 0"):
-        win_rate([1], [0], confidence=0)
