@@ -98,8 +98,6 @@ class Limits(Config):
     elements: Count = 16_384
     """Most fields and elements of lists in one request, however deep; larger ones are refused with
     RESOURCE_EXHAUSTED. Enough for a pair's two texts and its label 4096 times; packed numbers count as one."""
-    concurrent_streams: Count = 1024
-    """Most open calls on one connection; further ones wait in the client."""
     concurrent_calls: Count = 4096
     """Most open calls in total; further ones are refused with RESOURCE_EXHAUSTED."""
     caller_share: Annotated[Fraction, Field(gt=0)] = 0.5
@@ -122,16 +120,9 @@ class Limits(Config):
     strangers: Count = 1024
     """Most connections on which no call has been admitted yet; when there are more, the oldest are closed. At most an
     eighth of the files that the proxy may open."""
-    idle_s: Seconds = 300
-    """Seconds without a call after which a connection is closed; the caller's next call opens another."""
     handshake_s: Seconds = 30
     """Longest time, in seconds, that a new connection may take until TLS and HTTP/2 are agreed, and until its first
     call that is admitted; it is then closed."""
-    keepalive_s: Seconds = 20
-    """Seconds of silence after which a connection is pinged; it is closed after as many again without an answer."""
-    connection_age_s: Seconds = 3600
-    """Age, in seconds, at which a connection is closed once its calls are over, so that a withdrawn certificate stops
-    working."""
 
     def of(self, method: str) -> int:
         """Largest request, in bytes, of `method`, given as `/package.Service/Method`."""

@@ -24,6 +24,15 @@ _ROUTES = "quartet_routes"
 PINGS = ("grpc.http2.min_ping_interval_without_data_ms", 10_000)
 """Option of the gRPC server. Clients ping every 20 s while they wait for an answer (wire/client.py); by default a
 server closes the connection of a client that pings for some minutes."""
+_MOST_STREAMS = 1024
+"""Most open calls on one connection; further ones wait in the client."""
+_SILENCE_S = 20
+"""Seconds of silence after which a connection is pinged; it is closed after as many again without an answer."""
+_IDLE_S = 300
+"""Seconds without a call after which a connection is closed; the caller's next call opens another."""
+_OLDEST_S = 3600
+"""Age, in seconds, at which a connection is closed once its calls are over, so that a withdrawn certificate stops
+working."""
 UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
 """Option of the gRPC server: it takes no compressed messages, of which 64 KiB can fill 64 MiB unseen by any limit."""
 
@@ -84,16 +93,15 @@ def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent
 
 
 def _options(limits: Limits, policy: AccessPolicy | None, files: int, reuse: bool) -> list[tuple[str, int]]:
-    keepalive_ms = int(limits.keepalive_s * 1000)
     options = [
         ("grpc.max_receive_message_length", limits.largest),
         ("grpc.max_send_message_length", -1),
-        ("grpc.max_concurrent_streams", limits.concurrent_streams),
+        ("grpc.max_concurrent_streams", _MOST_STREAMS),
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_s * 1000)),
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.keepalive_time_ms", _SILENCE_S * 1000),
+        ("grpc.keepalive_timeout_ms", _SILENCE_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.max_connection_idle_ms", int(limits.idle_s * 1000)),
+        ("grpc.max_connection_idle_ms", _IDLE_S * 1000),
         # The process needs some for itself: at its limit of files gRPC takes no connection for a second at a time.
         ("grpc.max_allowed_incoming_connections", files * 3 // 4),
         PINGS,
@@ -101,7 +109,7 @@ def _options(limits: Limits, policy: AccessPolicy | None, files: int, reuse: boo
         ("grpc.so_reuseport", int(reuse)),
     ]
     if policy is not None:
-        options.append(("grpc.max_connection_age_ms", int(limits.connection_age_s * 1000)))
+        options.append(("grpc.max_connection_age_ms", _OLDEST_S * 1000))
     return options
 
 
