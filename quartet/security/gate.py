@@ -4,62 +4,29 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quartet.security.authentication import Directory
+from quartet.security.http_routes import STARTS_SESSION, routes_for
 from quartet.security.identity import ANONYMOUS, HOLDER, Caller
 from quartet.security.policy import Limits
 from quartet.wire.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 
 HEALTH = "/grpc.health.v1.Health/"
-
-
-def http_route(deployment: str, path: str) -> str:
-    """The name of a route over HTTP where gRPC has the name of a method, as `/http/Rollout/v1/models`.
-
-    Args:
-        deployment: that answers; empty for a path of no application.
-        path: below the application's route prefix.
-    """
-    return f"/http/{deployment}{path}"
-
-
-def _http(deployment: str, *paths: str) -> frozenset[str]:
-    return frozenset(http_route(deployment, path) for path in paths)
-
-
-_HEALTH_OVER_HTTP = _http("Rollout", "/health") | _http("Reward", "/health")
-_METRICS = _http("Rollout", "/metrics") | _http("Reward", "/metrics")
-_SCORING_METHODS = frozenset(
-    {
-        "/quartet.v1.Reward/Score",
-        "/quartet.v1.Reward/Info",
-        "/quartet.v1.Reference/Logprobs",
-        "/quartet.v1.Reference/Info",
-        *_http("Reward", "/openapi.json", "/metrics", "/v1/models", "/v1/rewards", "/get_reward", "/score"),
-        *_http("Reward", "/classify", "/pooling", "/tokenize", "/predict", "/rerank", "/verify", "/seed_session"),
-        *_http("Reward", "/v1/score", "/v1/rerank", "/v2/rerank", "/aggregate_metrics", "/reverify_mode"),
-    }
-)
-_INFO_METHODS = frozenset({f"/quartet.v1.{name}/Info" for name in ("Rollout", "Reward", "Reference", "Critic")})
-_SESSION_METHODS = frozenset(
-    {
-        *_http("Rollout", "/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
-        *_http("Rollout", "/tokenize", "/detokenize", "/tokenizer_info", "/rl/set_reward", "/rl/end_session"),
-    }
-)
-STARTS_SESSION = http_route("Rollout", "/rl/start_session")
-"""Name of the route that starts a session."""
-_SAMPLING_METHODS = _SESSION_METHODS | {
-    "/quartet.v1.Rollout/Generate",
-    "/quartet.v1.Rollout/Info",
-    *_http("Rollout", "/rl/trajectory", "/metrics"),
-    STARTS_SESSION,
+_METHODS: Mapping[str, frozenset[str]] = {
+    "sampler": frozenset({"/quartet.v1.Rollout/Generate", "/quartet.v1.Rollout/Info"}),
+    "judge-client": frozenset(
+        {
+            *("/quartet.v1.Reward/Score", "/quartet.v1.Reward/Info"),
+            *("/quartet.v1.Reference/Logprobs", "/quartet.v1.Reference/Info"),
+        }
+    ),
+    "prober": frozenset(
+        {
+            "/ray.serve.RayServeAPIService/Healthz",
+            *(f"/quartet.v1.{name}/Info" for name in ("Rollout", "Reward", "Reference", "Critic")),
+        }
+    ),
+    HOLDER: frozenset(),
 }
-_METHODS: Mapping[str, frozenset[str] | None] = {
-    "trainer": None,  # all methods, including those that later versions add
-    "sampler": _SAMPLING_METHODS,
-    "judge-client": _SCORING_METHODS,
-    "prober": _INFO_METHODS | {"/ray.serve.RayServeAPIService/Healthz"} | _METRICS,
-    HOLDER: _SESSION_METHODS,
-}
+"""Role -> the methods that it may call over gRPC; a trainer may call all, those of later versions too."""
 
 
 class Gate:
@@ -134,5 +101,4 @@ def _permitted(directory: Directory, caller: Caller, method: str, application: s
 
 def may_call(role: str, method: str) -> bool:
     """True if `role` may call `method`, given as `/package.Service/Method`. Every role may ask for health."""
-    methods = _METHODS[role]
-    return methods is None or method in methods or method.startswith(HEALTH) or method in _HEALTH_OVER_HTTP
+    return role == "trainer" or method.startswith(HEALTH) or method in _METHODS[role] or method in routes_for(role)

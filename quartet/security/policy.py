@@ -10,6 +10,7 @@ from typing import Annotated, Self
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError, model_validator
 
 from quartet.config.base import KIB, MIB, Config, ConfigError, Count, Fraction, Seconds, matching, read_yaml
+from quartet.security.http_routes import ROUTES
 from quartet.security.identity import ANONYMOUS, Role
 
 _NAME_FORM = "a name of letters, digits and ._-, of at most 64"
@@ -28,19 +29,7 @@ _MESSAGE_BYTES = {
     "Train": 4 * MIB,
     "UpdateWeights": 8 * MIB,
     # Last parts of paths over HTTP.
-    "completions": 2 * MIB,
-    "generate": 2 * MIB,
-    "tokenize": 2 * MIB,
-    "detokenize": 2 * MIB,
-    "rewards": 2 * MIB,
-    "get_reward": 2 * MIB,
-    "score": 2 * MIB,
-    "classify": 2 * MIB,
-    "pooling": 2 * MIB,
-    "predict": 2 * MIB,
-    "rerank": 2 * MIB,
-    "verify": 2 * MIB,
-    "aggregate_metrics": 2 * MIB,
+    **{path.rpartition("/")[2]: 2 * MIB for each in ROUTES.values() for path, route in each.items() if route.texts},
 }
 RENEWAL = timedelta(minutes=15)
 """Time from the beginning of a certificate's validity to the end of that of the ones that it replaces."""

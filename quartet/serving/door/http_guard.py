@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from quartet.seams.serve import route_of
 from quartet.security.authentication import AUTHORIZATION, bearer_token
-from quartet.security.gate import STARTS_SESSION, Gate, http_route
+from quartet.security.gate import Gate
+from quartet.security.http_routes import ROUTES, STARTS_SESSION, http_route
 from quartet.security.identity import Caller
 from quartet.security.port import on_loopback
 from quartet.security.session_key import SESSION, SessionKeys, new_session
@@ -31,45 +32,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-ROUTES: Mapping[str, Mapping[str, str]] = {
-    "Rollout": {
-        "/health": "GET",
-        "/metrics": "GET",
-        "/v1/models": "GET",
-        "/v1/completions": "POST",
-        "/v1/chat/completions": "POST",
-        "/inference/v1/generate": "POST",
-        "/tokenize": "POST",
-        "/detokenize": "POST",
-        "/tokenizer_info": "GET",
-        "/rl/start_session": "POST",
-        "/rl/set_reward": "POST",
-        "/rl/end_session": "POST",
-        "/rl/trajectory": "POST",
-    },
-    "Reward": {
-        "/health": "GET",
-        "/metrics": "GET",
-        "/openapi.json": "GET",
-        "/v1/models": "GET",
-        "/v1/rewards": "POST",
-        "/get_reward": "POST",
-        "/score": "POST",
-        "/v1/score": "POST",
-        "/classify": "POST",
-        "/pooling": "POST",
-        "/tokenize": "POST",
-        "/predict": "POST",
-        "/rerank": "POST",
-        "/v1/rerank": "POST",
-        "/v2/rerank": "POST",
-        "/verify": "POST",
-        "/aggregate_metrics": "POST",
-        "/reverify_mode": "GET",
-        "/seed_session": "POST",
-    },
-}
-"""Deployment -> path below the route prefix of its applications -> method; no others exist."""
 _SCORER = re.compile(r"\A/scorers/[A-Za-z0-9._-]{1,64}(?=/)")
 """The name of a scorer before a path of a reward application, for clients that can name it only by an address."""
 _SCORE = re.compile(r"\A/[A-Za-z0-9._-]{1,64}(?=/)")
@@ -189,8 +151,8 @@ class HttpGuard:
         self._connections.prove(peer)
         if below not in served:
             raise not_here
-        if served[below] != method:
-            raise _Refused(HttpError(405, f"{below} takes {served[below]}"))
+        if served[below].method != method:
+            raise _Refused(HttpError(405, f"{below} takes {served[below].method}"))
         held.enter_context(_counted(self._open.begin(caller)))
         key = self._keys.make(caller.name, caller.session) if route == STARTS_SESSION else ""
         return _Asked(caller, method, route, peer, key)

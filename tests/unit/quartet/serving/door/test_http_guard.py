@@ -17,13 +17,13 @@ from ray.serve.config import HTTPOptions
 from quartet.config.base import ConfigError
 from quartet.seams.serve import LARGEST_MESSAGE
 from quartet.security import watched
+from quartet.security.http_routes import ROUTES
 from quartet.security.identity import Caller
 from quartet.security.keys.folder import Keys
 from quartet.security.policy import Limits
 from quartet.security.port import Port
 from quartet.serving import proxy
 from quartet.serving.door import http_guard, to_replica
-from quartet.serving.door.http_guard import ROUTES
 from quartet.serving.door.open_calls import OpenCalls
 from quartet.wire.json_bounds import DEEPEST, MOST_ELEMENTS, MOST_STRINGS
 from tests.http_requests import JSON, Answer, ask, bearer
@@ -52,7 +52,7 @@ ALLOWED = {
     "pager": HEALTH | {"/rollout/metrics", "/reward/metrics"},
 }
 """The table of roles and routes. Each route is tried by each role, and a further route needs its place here."""
-ALL = {f"/{name.lower()}{path}": method for name, routes in ROUTES.items() for path, method in routes.items()}
+ALL = {f"/{name.lower()}{path}": route.method for name, routes in ROUTES.items() for path, route in routes.items()}
 """Path -> its method, where applications are called as their deployments."""
 OPEN = Port(local="open", http=True)
 COMPLETIONS = "/rollout/v1/completions"
