@@ -25,7 +25,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.commands.evaluate import rollout_config
+from orchestrator.commands.offline import rollout_config
 from orchestrator.data.prompts import load_prompts
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment

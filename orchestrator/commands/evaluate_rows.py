@@ -35,7 +35,7 @@ from quartet.config.base import ConfigError
 from quartet.wire.json_object import finite
 
 if TYPE_CHECKING:  # of what a model's folder needs alone
-    from orchestrator.commands.evaluate import OfflineRollout
+    from orchestrator.commands.offline import OfflineRollout
 
 SCORE_S = 600.0
 """Shortest deadline of a call of the hub, in seconds: a judge may take long for some tens of responses."""
@@ -223,7 +223,7 @@ async def _source(wanted: Wanted, file: RowFile, stack: AsyncExitStack) -> tuple
     if wanted.model is None:
         return None, None
     # Imported here because it loads torch.
-    from orchestrator.commands.evaluate import OfflineRollout
+    from orchestrator.commands.offline import OfflineRollout
     from quartet.wire.identity import model_hash
 
     config = engine_config(wanted.model, wanted.fields)

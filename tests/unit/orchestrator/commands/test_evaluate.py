@@ -13,7 +13,8 @@ import yaml
 from transformers import GenerationConfig
 
 from orchestrator.clients import Services
-from orchestrator.commands.evaluate import OfflineRollout, ask, evaluate_model, rollout_config, served
+from orchestrator.commands.evaluate import ask, evaluate_model, served
+from orchestrator.commands.offline import OfflineRollout, rollout_config
 from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from protos import common_pb2, reference_pb2, reward_pb2, rollout_pb2

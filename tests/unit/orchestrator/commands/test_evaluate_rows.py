@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator.commands.evaluate import OfflineRollout
 from orchestrator.commands.evaluate_rows import Folder, Results, Wanted, evaluate_rows, fields_of
+from orchestrator.commands.offline import OfflineRollout
 from orchestrator.evaluation.rows import RowFile
 from orchestrator.report.evaluation import write_page
 from quartet.config.base import ConfigError
