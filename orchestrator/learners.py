@@ -31,12 +31,22 @@ class Update:
     """Coefficient of the KL penalty in the policy's loss; used when that is where the penalty is."""
 
 
-class Learner(Protocol):
-    """A model that a run trains, checkpoints and restores. Methods raise one of LOSSES if its training is lost."""
+class Snapshotted(Protocol):
+    """A model whose state goes into checkpoints."""
 
     @property
     def name(self) -> str:
         """Name of its folder in a checkpoint."""
+
+    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
+        """Copies its state after `step` for its folder in `checkpoint`; without copies, writes it now."""
+
+    async def write_snapshot(self, checkpoint: Path) -> None:
+        """Brings the copies to disk."""
+
+
+class Learner(Snapshotted, Protocol):
+    """A model that a run trains, checkpoints and restores. Methods raise one of LOSSES if its training is lost."""
 
     @property
     def prefix(self) -> str:
@@ -44,12 +54,6 @@ class Learner(Protocol):
 
     async def train(self, update: Update) -> dict[str, float]:
         """Trains on one batch; returns the mean metrics of its optimizer steps."""
-
-    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
-        """Copies its state after PPO step `step` for its folder in `checkpoint`; without copies, writes it now."""
-
-    async def write_snapshot(self, checkpoint: Path) -> None:
-        """Brings the copies to disk."""
 
     async def restore(self, checkpoint: Path) -> None:
         """Goes back to its state in `checkpoint`. InvalidArgument if that does not hold it."""

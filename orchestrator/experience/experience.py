@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.contract import Algorithm, Outcomes
 from orchestrator.data.prompts import Prompt
 from orchestrator.experience.conversation import trajectories
 from quartet.columns import Columns, Field, Schema
@@ -165,6 +165,11 @@ class Collected:
         """All samples that the step uses up, in the order of their numbers."""
         columns = (self.columns[name].tolist() for name in ("number", "row", "score"))
         return sorted([*itertools.starmap(Scored, zip(*columns, strict=True)), *self.discarded])
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """The samples as an algorithm chooses among them."""
+        return Outcomes(self.columns["group"], scores_of(self.columns), self.columns["truncated"])
 
     @property
     def tokens(self) -> int:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.algorithms.contract import Outcomes
 from orchestrator.experience.experience import Collected, scores_of
 from quartet.columns import Columns
 from quartet.models.sequences import pad_rows
@@ -76,9 +75,11 @@ class Batch:
         return 0 if self.chosen is None else int((~self.chosen).sum())
 
     @property
-    def outcomes(self) -> Outcomes:
-        """The samples as an algorithm chooses among them."""
-        return Outcomes(self.columns["group"], scores_of(self.columns), self.columns["truncated"])
+    def reasons(self) -> str:
+        """The reasons why some of the tokens are not trained on, each with the settings that decide it."""
+        old = f"{self.too_old:.0%} of its tokens are older than algorithm.max_token_staleness"
+        rest = f"algorithm.zero_variance and truncated leave out {self.left_out} of its {len(self)} responses"
+        return ", and ".join([old] * (self.too_old > 0) + [rest] * (self.left_out > 0))
 
     @cached_property
     def groups(self) -> Tensor:

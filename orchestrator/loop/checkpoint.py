@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.experience.journal import ExperienceJournal
-from orchestrator.learners import LOSSES
+from orchestrator.learners import LOSSES, Snapshotted
 from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, number
 from quartet.folders import make, remove, rename, write
 from quartet.learner.layout import LAYOUT
@@ -32,20 +32,6 @@ class LoopState(Protocol):
 
     def model_dump_json(self, *, indent: int | None = None) -> str:
         """The state as JSON, as pydantic writes it."""
-
-
-class Snapshotted(Protocol):
-    """A learner whose state goes into checkpoints, see Learner."""
-
-    @property
-    def name(self) -> str:
-        """Name of its folder in a checkpoint."""
-
-    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
-        """Copies its state after `step` for its folder in `checkpoint`; without copies, writes it now."""
-
-    async def write_snapshot(self, checkpoint: Path) -> None:
-        """Brings the copies to disk."""
 
 
 def end_if_stuck(state: LoopState, config: SnapshotsConfig, last_step: Callable[[], int | None]) -> None:

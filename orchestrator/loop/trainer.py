@@ -167,23 +167,22 @@ class Trainer:
         """The next batch, with the critic's values and the policy's own log-probs from before the update; without
         log-probs where the update computes them itself. StaleSample if one of its tokens is older than the
         configured bound."""
-        step, version = state.step + 1, state.policy_version
+        step, version, algorithm = state.step + 1, state.policy_version, self._config.algorithm
         with report.stage("take"), self._waits.for_batch() as numbers:
             collected = await stream.take(step, critic_step=state.critic_step)
             numbers.update(collected.trained_numbers)
         check_ages(collected, step, version, self._config.loop.max_staleness)
         await publishing.rest()
-        algorithm = self._config.algorithm
-        batch = Batch.of(collected, algorithm.oldest_trained(version))
-        batch = Batch.of(collected, batch.oldest_trained, algorithm.chosen(batch.outcomes))
+        batch = Batch.of(collected, algorithm.oldest_trained(version), algorithm.chosen(collected.outcomes))
         with report.stage("logprobs"):
             async with asyncio.TaskGroup() as group:
                 valued = group.create_task(stream.complete(step, collected, critic_step=state.critic_step))
                 own = group.create_task(self._old_logprobs(batch, step))
+        whole = valued.result()
         if (old_logprobs := own.result()) is not None:
             check_own_logprobs([old_logprobs])
-        collected, known = valued.result(), {} if old_logprobs is None else {"old_logprobs": old_logprobs}
-        return Batch.of(collected.with_sampled(**known), batch.oldest_trained, batch.chosen)
+            whole = whole.with_sampled(old_logprobs=old_logprobs)
+        return Batch.of(whole, batch.oldest_trained, batch.chosen)
 
     async def _old_logprobs(self, batch: Batch, step: int) -> Floats | None:
         """The policy's own log-probs from before the update, [M]; None where the update computes them itself."""
@@ -212,10 +211,7 @@ class Trainer:
             batch, old_logprobs, algorithm, kl_coef, state.normalisers, step=step, longest=longest
         )
         if not batch.mask.any():
-            old = f"{batch.too_old:.0%} of its tokens are older than algorithm.max_token_staleness"
-            rest = f"algorithm.zero_variance and truncated leave out {batch.left_out} of its {len(batch)} responses"
-            reasons = [old] * (batch.too_old > 0) + [rest] * (batch.left_out > 0)
-            self._record.note(f"step {step}: nothing is trained on, as {', and '.join(reasons)}")
+            self._record.note(f"step {step}: nothing is trained on, as {batch.reasons}")
         seed = self._config.seed * 1_000_003 + step
         returns = {} if estimate.returns is None else {"returns": estimate.returns}
         columns = batch.columns.with_sampled(advantages=estimate.advantages, **returns)

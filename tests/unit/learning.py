@@ -134,8 +134,8 @@ class Learning:
                 rows = self._draw.choice(COUNT, each, p=p / p.sum())
                 if self.algorithm.admit(self._group(index, rows)):
                     taken += [every[index * COUNT + row] for row in rows.tolist()]
-        batch = Batch.of(collected(taken, each=each))
-        return Batch.of(batch.collected, chosen=self.algorithm.chosen(batch.outcomes))
+        drawn = collected(taken, each=each)
+        return Batch.of(drawn, chosen=self.algorithm.chosen(drawn.outcomes))
 
     def _group(self, prompt: int, rows: np.ndarray) -> Group:
         lengths = known.LENGTHS.numpy()[rows]
