@@ -1,22 +1,19 @@
 """The parts that every deployment of the reward service has which takes calls: gRPC, HTTP and measures."""
 
-import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health_pb2
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protos import common_pb2
 from protos import reward_pb2 as pb
-from quartet.seams.serve import answers_of_each
 from quartet.security.port import Port
 from quartet.serving.health import HealthMixin
 from quartet.serving.http import HttpMixin, refusal
+from quartet.serving.replicas import answers_in_time
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from quartet.wire.errors import InvalidArgument
@@ -113,18 +110,5 @@ class Doors(HealthMixin, HttpMixin):
         context = serve.get_replica_context()
         if self._everyone is None:  # one is kept, since each makes a router that asks Serve's controller
             self._everyone = serve.get_deployment_handle(context.deployment, context.app_name)
-        found = dict([await self.taken()])
-        try:
-            async with asyncio.timeout(MEASURED_S):
-                answers = await answers_of_each(self._everyone.broadcast("taken"))
-            for each in await asyncio.gather(*map(_in_time, answers), return_exceptions=True):
-                if not isinstance(each, BaseException):
-                    found |= dict([each])
-        except (RayServeException, RayError, TimeoutError):
-            pass  # Serve knows no replicas for a moment, as while its controller is being replaced
+        found = dict([await self.taken(), *await answers_in_time(self._everyone, "taken", MEASURED_S)])
         return bytes(self._text_of(sorted(found.items())))
-
-
-async def _in_time(answer: Awaitable[Any]) -> Any:
-    async with asyncio.timeout(MEASURED_S):
-        return await answer

@@ -3,7 +3,6 @@
 Import path for Serve: `services.rollout.replica:build`.
 """
 
-import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncGenerator
@@ -16,7 +15,6 @@ from starlette.responses import Response
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from quartet.seams.serve import answers_of_each
 from quartet.security.port import Port
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.desk import Desk
@@ -24,6 +22,7 @@ from quartet.serving.guests import Guests
 from quartet.serving.health import HealthMixin
 from quartet.serving.http import HttpMixin, refusal
 from quartet.serving.replica_process import prepare_replica
+from quartet.serving.replicas import answers_in_time
 from quartet.serving.servicer import translated, translated_stream
 from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
@@ -108,13 +107,7 @@ class Rollout(HealthMixin, HttpMixin):
 
     async def _numbers(self) -> list[bytes]:
         """Numbers of all replicas that answer in time."""
-        response = self._everyone.broadcast("numbers")
-        async with asyncio.timeout(NUMBERS_S):
-            answers = await answers_of_each(response)
-        done, late = await asyncio.wait(map(asyncio.ensure_future, answers), timeout=NUMBERS_S)
-        for each in late:
-            each.cancel()
-        return [each.result() for each in done if not each.exception()]
+        return await answers_in_time(self._everyone, "numbers", NUMBERS_S) or [await self.numbers()]
 
     async def numbers(self) -> bytes:
         """Numbers of this replica, for the metrics; called only through the deployment's own handle."""

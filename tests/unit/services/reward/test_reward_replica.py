@@ -18,6 +18,7 @@ from ray import serve
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
 from quartet.models.loading import load_tokenizer
+from quartet.serving import replicas
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import unpack_floats
@@ -190,7 +191,7 @@ async def test_measures_come_although_the_other_replicas_stay_silent(
 
     context = SimpleNamespace(replica_tag="one", deployment="Reward", app_name="reward")
     monkeypatch.setattr(doors, "MEASURED_S", 0.1)
-    monkeypatch.setattr(doors, "answers_of_each", silent)
+    monkeypatch.setattr(replicas, "answers_of_each", silent)
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     reward._everyone = SimpleNamespace(broadcast=lambda method: None)
     await reward.Score(pairs(3), Context())
