@@ -25,7 +25,7 @@ from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import Pair
 from services.reward.kinds import FunctionScorerConfig
 from services.reward.scorers.function import FunctionScorer
-from services.reward.scorers.scorer import Result, Scored, results
+from services.reward.scorers.scorer import EncodedPair, Result, results
 
 PAIRS, CALLERS = 8, 16
 FAULTY = 0.01
@@ -42,16 +42,16 @@ class Call:
     results: list[Result] = field(default_factory=list)
     costs: np.ndarray = field(default_factory=lambda: np.full(PAIRS, 100, np.int32))
 
-    def items(self, rows: Sequence[int]) -> list[Scored]:
+    def items(self, rows: Sequence[int]) -> list[EncodedPair]:
         """The pairs."""
-        return [Scored(NO_IDS, NO_IDS, Pair("", TEXT, self.label if row == PAIRS - 1 else "")) for row in rows]
+        return [EncodedPair(NO_IDS, NO_IDS, Pair("", TEXT, self.label if row == PAIRS - 1 else "")) for row in rows]
 
     def put(self, rows: Sequence[int], results: Sequence[Result]) -> None:
         """Keeps the results."""
         self.results += results
 
 
-def workers(function: str) -> Batcher[Scored, Result]:
+def workers(function: str) -> Batcher[EncodedPair, Result]:
     """A batcher over a scorer of this module, as a replica has it."""
     config = FunctionScorerConfig(
         kind="function",
@@ -71,10 +71,10 @@ def workers(function: str) -> Batcher[Scored, Result]:
     )
 
 
-def in_process() -> Batcher[Scored, Result]:
+def in_process() -> Batcher[EncodedPair, Result]:
     """The same with the cheap function in this process."""
 
-    def score(pairs: Sequence[Scored]) -> list[Result]:
+    def score(pairs: Sequence[EncodedPair]) -> list[Result]:
         return results(np.asarray(count([each.pair for each in pairs]), np.float32)[:, None], "count")
 
     return Batcher(score, batch_tokens=PAIRS * 100, batch_s=20)
@@ -87,7 +87,9 @@ def processor_s() -> float:
     return sum(times.user + times.system + times.children_user + times.children_system for times in each)
 
 
-async def measure(batcher: Batcher[Scored, Result], seconds: float, *, faults: bool = False) -> tuple[float, float]:
+async def measure(
+    batcher: Batcher[EncodedPair, Result], seconds: float, *, faults: bool = False
+) -> tuple[float, float]:
     """Pairs that are scored per second, and the processor time of each in milliseconds. Pairs that are drawn to have
     a fault are not counted."""
     random = np.random.default_rng(0)

@@ -44,7 +44,7 @@ from quartet.wire.pairs import Pair
 from services.reward.client import RewardClient
 from services.reward.config import ModelScorerConfig
 from services.reward.scorers.model import ModelScorer
-from services.reward.scorers.scorer import Scored
+from services.reward.scorers.scorer import EncodedPair
 from tests.models import BOS, EOS, PAD, WORDS, make_tokenizer
 
 console = Console()
@@ -208,7 +208,7 @@ async def _measure(
 
 def _in_process(scorer: ModelScorer, rows: Sequence[Row], seconds: float) -> float:
     """Samples/s of calls with all rows."""
-    pairs = [Scored(prompt, response, Pair("", "")) for prompt, response in rows]
+    pairs = [EncodedPair(prompt, response, Pair("", "")) for prompt, response in rows]
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         scorer.score(pairs)

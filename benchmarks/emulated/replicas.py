@@ -28,7 +28,7 @@ from services.reference.replica import Reference
 from services.reward.config import Hosted
 from services.reward.kinds import FunctionScorerConfig
 from services.reward.replica import Reward
-from services.reward.scorers.scorer import Result, Scored, Scorer
+from services.reward.scorers.scorer import EncodedPair, Result, Scorer
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import Engine
 from services.rollout.replica import Rollout
@@ -160,7 +160,7 @@ class EmulatedScorer:
         self.identity = reward_pb2.ScorerIdentity(name="function:emulated", model_hash="none")
         self._sleep = sleep
 
-    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+    def score(self, pairs: Sequence[EncodedPair]) -> Sequence[Result]:
         """One score per pair."""
         time.sleep(self._sleep.seconds("score", len(pairs)))
         return list(np.asarray([[pair.response_ids[0] % 7] for pair in pairs], np.float32))

@@ -16,7 +16,7 @@ from quartet.wire.codec import Floats, Ints, check_length, pack_floats, unpack_l
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import LEAST_S, Pair
-from services.reward.scorers.scorer import Result, Scored
+from services.reward.scorers.scorer import EncodedPair, Result
 
 NO_TEXT = Pair("", "")
 """Placeholder for the text of ids when no scorer reads texts."""
@@ -30,7 +30,9 @@ _MOST_SAID = 200
 class ScoreCall:
     """A batcher's view of one Score call: the costs of its rows, the scorers' inputs, and the scores."""
 
-    def __init__(self, costs: NDArray[np.int32], items: Callable[[Sequence[int]], list[Scored]], each: int) -> None:
+    def __init__(
+        self, costs: NDArray[np.int32], items: Callable[[Sequence[int]], list[EncodedPair]], each: int
+    ) -> None:
         """`each` is the number of scores of a row."""
         self.costs = costs
         self.items = items
@@ -128,7 +130,7 @@ class Encoder:
     def call(self, received: Received) -> ScoreCall:
         """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
         request = received.request
-        made: Callable[[_Known, Sequence[int]], list[Scored]]
+        made: Callable[[_Known, Sequence[int]], list[EncodedPair]]
         if received.packed is not None:
             if self._tokenizer is None:
                 raise InvalidArgument("tokens: the scorer has no tokenizer; send texts or conversations")
@@ -143,16 +145,16 @@ class Encoder:
         known = _Known(request, len(costs))
         return ScoreCall(costs, lambda rows: made(known, rows), self._each)
 
-    def _from_tokens(self, trajectories: Columns, known: "_Known", rows: Sequence[int]) -> list[Scored]:
+    def _from_tokens(self, trajectories: Columns, known: "_Known", rows: Sequence[int]) -> list[EncodedPair]:
         prompts, responses = trajectories.prompts, trajectories.responses
         asked, answers = [prompts[row] for row in rows], [responses[row] for row in rows]
         if not self._texts:
-            return [Scored(p, r, NO_TEXT) for p, r in zip(asked, answers, strict=True)]
+            return [EncodedPair(p, r, NO_TEXT) for p, r in zip(asked, answers, strict=True)]
         texts = self._tokenizer.batch_decode([*asked, *answers], skip_special_tokens=True)
         eos, several, ended = self._tokenizer.eos_token_id, not trajectories.single_turn, known.request.ended
         pairs = zip(asked, answers, texts[: len(rows)], texts[len(rows) :], rows, strict=True)
         return [
-            Scored(
+            EncodedPair(
                 p,
                 r,
                 known.pair(
@@ -173,7 +175,7 @@ class Encoder:
             return ()
         return tuple(self._tokenizer.batch_decode(segments, skip_special_tokens=True))
 
-    def _from_texts(self, known: "_Known", rows: Sequence[int]) -> list[Scored]:
+    def _from_texts(self, known: "_Known", rows: Sequence[int]) -> list[EncodedPair]:
         texts = known.request.texts
         prompts, responses = [texts.prompts[row] for row in rows], [texts.responses[row] for row in rows]
         # Without a prompt the response is a whole text.
@@ -223,10 +225,10 @@ class Encoder:
 
     def _encoded(
         self, prompts: Sequence[str], responses: Sequence[str], pairs: Sequence[Pair], rows: Sequence[int], field: str
-    ) -> list[Scored]:
+    ) -> list[EncodedPair]:
         """The pairs with the ids of these texts, which stand in these rows of a field."""
         if self._tokenizer is None:
-            return [Scored(NO_IDS, NO_IDS, pair) for pair in pairs]
+            return [EncodedPair(NO_IDS, NO_IDS, pair) for pair in pairs]
         eos = self._tokenizer.eos_token_id
         end = [] if eos is None else [eos]
         prompt_ids = [np.asarray(self._begun(ids), np.int32) for ids in self._tokenizer([*prompts])["input_ids"]]
@@ -251,15 +253,15 @@ class Encoder:
         pairs: Sequence[Pair],
         rows: Sequence[int],
         field: str,
-    ) -> list[Scored]:
+    ) -> list[EncodedPair]:
         for row, prompt, response in zip(rows, prompts, responses, strict=True):
             for side, ids in (("prompt", prompt), ("response", response)):
                 if not len(ids):
                     raise InvalidArgument(f"{field}[{row}]: the {side} has no tokens")
             check_length(len(prompt), len(response), self._max_length, f"{field}[{row}]")
-        return [Scored(p, r, pair) for p, r, pair in zip(prompts, responses, pairs, strict=True)]
+        return [EncodedPair(p, r, pair) for p, r, pair in zip(prompts, responses, pairs, strict=True)]
 
-    def _from_conversations(self, known: "_Known", rows: Sequence[int]) -> list[Scored]:
+    def _from_conversations(self, known: "_Known", rows: Sequence[int]) -> list[EncodedPair]:
         talks = [_messages(known.request.conversations.messages[row], row) for row in rows]
         responses = [str(messages[-1]["content"]) for messages in talks]
         if getattr(self._tokenizer, "chat_template", None):

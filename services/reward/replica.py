@@ -23,7 +23,7 @@ from services.reward.ingress import Ingress
 from services.reward.names import Listed, chosen
 
 if TYPE_CHECKING:
-    from services.reward.scorers.scorer import Result, Scored, Scorer
+    from services.reward.scorers.scorer import EncodedPair, Result, Scorer
 
 
 @serve.deployment(
@@ -53,7 +53,7 @@ class Reward(Doors):
         scorer = (make or make_scorer)(hosted.scorer, tokenizer, default_device(), where, batch_s)
         self._info = _described(hosted, name, tokenizer, scorer)
         self._admission = Admission(hosted.limits)
-        self._batcher: Batcher[Scored, Result] = Batcher(
+        self._batcher: Batcher[EncodedPair, Result] = Batcher(
             scorer.score,
             batch_tokens=scorer.batch_tokens,
             batch_s=batch_s if scorer.batch_s is None else scorer.batch_s,

@@ -23,7 +23,7 @@ from services.reward.ingress import Ingress
 from services.reward.measures import text_of
 from services.reward.replica import Reward
 from services.reward.scorers.make import make_scorer
-from services.reward.scorers.scorer import Result, Scored, results
+from services.reward.scorers.scorer import EncodedPair, Result, results
 from tests.unit.handles import Response
 from tests.unit.http_door import http_door
 
@@ -67,7 +67,7 @@ class Called:
             name=f"function:{config.function}", model_hash=f"{0:064}", names=config.names
         )
 
-    def score(self, pairs: Sequence[Scored]) -> list[Result]:
+    def score(self, pairs: Sequence[EncodedPair]) -> list[Result]:
         try:
             given = self._function([scored.pair for scored in pairs])
         except OSError:

@@ -12,7 +12,7 @@ from quartet.wire.callers import Purpose
 from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import Pair
 from services.reward.scorers.function import FunctionScorer
-from services.reward.scorers.scorer import Result, Scored
+from services.reward.scorers.scorer import EncodedPair, Result
 
 NO_IDS = np.zeros(1, np.int32)
 
@@ -25,7 +25,7 @@ class Call:
         self._pairs = pairs
         self.results: dict[int, Result] = {}
 
-    def items(self, rows: Sequence[int]) -> list[Scored]:
+    def items(self, rows: Sequence[int]) -> list[EncodedPair]:
         """The pairs."""
         return [row(self._pairs[number]) for number in rows]
 
@@ -46,22 +46,22 @@ class Call:
         return result.reason
 
 
-def row(pair: Pair) -> Scored:
+def row(pair: Pair) -> EncodedPair:
     """A pair without ids."""
-    return Scored(NO_IDS, NO_IDS, pair)
+    return EncodedPair(NO_IDS, NO_IDS, pair)
 
 
-def batcher(made: FunctionScorer) -> Batcher[Scored, Result]:
+def batcher(made: FunctionScorer) -> Batcher[EncodedPair, Result]:
     """A batcher with the settings that the replica gives it."""
     return Batcher(made.score, batch_tokens=1000, batch_s=math.inf, passes=made.passes, patience_s=made.patience_s)
 
 
-async def called(passes: Batcher[Scored, Result], *labels: str) -> Call:
+async def called(passes: Batcher[EncodedPair, Result], *labels: str) -> Call:
     """The call of pairs with these labels, each with a response of one word, when it is answered."""
     return await scored(passes, [Pair("w1", "w2", label) for label in labels])
 
 
-async def scored(passes: Batcher[Scored, Result], pairs: Sequence[Pair]) -> Call:
+async def scored(passes: Batcher[EncodedPair, Result], pairs: Sequence[Pair]) -> Call:
     """The call of these pairs, when it is answered."""
     call = Call(pairs)
     await passes.submit(Share("run", Purpose.TRAINING), call)

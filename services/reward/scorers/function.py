@@ -15,7 +15,7 @@ from quartet.serving.batcher import SpoiltError
 from quartet.wire.errors import FailedPrecondition
 from quartet.wire.outcomes import Outcome, Unscored
 from services.reward.kinds import AnyWorkerScorerConfig
-from services.reward.scorers.scorer import Result, Scored, results
+from services.reward.scorers.scorer import EncodedPair, Result, results
 from services.reward.scorers.workers import EndedError, LateError, Setting, StartError, Workers
 
 MOST_REASON = 500
@@ -59,7 +59,7 @@ class FunctionScorer:
         digest = hashlib.sha256((config.source + self._workers.source).encode()).hexdigest()
         self.identity = pb.ScorerIdentity(name=config.title, model_hash=digest, names=self.names)
 
-    async def score(self, pairs: Sequence[Scored]) -> list[Result]:
+    async def score(self, pairs: Sequence[EncodedPair]) -> list[Result]:
         """The function's results.
 
         Raises:

@@ -19,7 +19,7 @@ from quartet.wire.outcomes import Unscored
 from services.reward.config import DEFAULT_LIMITS, ModelScorerConfig, ScorerConfig, SeveralScorerConfig
 from services.reward.scorers.function import FunctionScorer
 from services.reward.scorers.model import ModelScorer
-from services.reward.scorers.scorer import Result, Scored, Scorer
+from services.reward.scorers.scorer import EncodedPair, Result, Scorer
 
 
 class SeveralScorers:
@@ -46,7 +46,7 @@ class SeveralScorers:
             name="several", model_hash=digest.hexdigest(), names=self.names, parts=parts
         )
 
-    async def score(self, pairs: Sequence[Scored]) -> list[Result]:
+    async def score(self, pairs: Sequence[EncodedPair]) -> list[Result]:
         """The scores of each pair by all scorers; a pair that one of them does not score is not scored. Raises as
         they do."""
         by_scorer = list[Sequence[Result]]()
@@ -57,7 +57,7 @@ class SeveralScorers:
                 raise SpoiltError(_of(name, error.result), error.suspect) from None
         return [self._joined(each) for each in zip(*by_scorer, strict=True)]
 
-    async def _by(self, name: str, pairs: Sequence[Scored]) -> Sequence[Result]:
+    async def _by(self, name: str, pairs: Sequence[EncodedPair]) -> Sequence[Result]:
         """The results of one of them. Models compute one batch at a time, and what waits for its turn does not
         hang."""
         scorer = self._scorers[name]

@@ -16,7 +16,7 @@ from quartet.models.scalar import load_scalar, scores_of
 from quartet.wire.identity import folder_name, model_hash, tokenizer_hash
 from quartet.wire.pairs import Pair
 from services.reward.config import ModelScorerConfig
-from services.reward.scorers.scorer import Result, Scored, results
+from services.reward.scorers.scorer import EncodedPair, Result, results
 
 
 class ModelScorer:
@@ -54,7 +54,7 @@ class ModelScorer:
         )
 
     @torch.inference_mode()
-    def score(self, pairs: Sequence[Scored]) -> list[Result]:
+    def score(self, pairs: Sequence[EncodedPair]) -> list[Result]:
         """The normalised scores."""
         with self._residence.use():
             # The output at the last token of each pair, an array of one number.
@@ -67,4 +67,4 @@ class ModelScorer:
         if self._residence.offloads:
             return self._residence.check()
         one = np.zeros(1, np.int32)
-        self.score([Scored(one, one, Pair("", ""))])
+        self.score([EncodedPair(one, one, Pair("", ""))])

@@ -13,7 +13,7 @@ from quartet.wire.pairs import Pair
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class EncodedPair:
     """One pair, as ids for models and as text for functions."""
 
     prompt_ids: Ints
@@ -54,7 +54,7 @@ class Scorer(Protocol):
     """Time without a success after which no more pairs are looked for that make it fail, in seconds; None: that of
     one pass."""
 
-    def score(self, pairs: Sequence[Scored]) -> Sequence[Result] | Awaitable[Sequence[Result]]:
+    def score(self, pairs: Sequence[EncodedPair]) -> Sequence[Result] | Awaitable[Sequence[Result]]:
         """For each of B pairs its scores, [K] float32, all finite: one for each of K names, in their order, or a
         single one; or the reason why it is not scored. May be a coroutine function.
 

@@ -27,7 +27,7 @@ from quartet.wire.codec import Floats, Ints
 from quartet.wire.pairs import Pair
 from services.reward.config import ModelScorerConfig
 from services.reward.scorers.model import ModelScorer
-from services.reward.scorers.scorer import Scored
+from services.reward.scorers.scorer import EncodedPair
 from tests.models import EOS, PAD
 from tests.unit.training_runs import Runs, measured, rows
 
@@ -200,7 +200,7 @@ def test_the_reward_service_scores_as_the_trainer_did(
     config = ModelScorerConfig(kind="model", model=str(saved))
     scorer = ModelScorer(config, load_tokenizer(str(policy_folder)), CPU)
     both = zip(examples.columns.prompts, examples.columns.responses, strict=True)
-    scores = scorer.score([Scored(prompt, response, Pair("", "")) for prompt, response in both])
+    scores = scorer.score([EncodedPair(prompt, response, Pair("", "")) for prompt, response in both])
     assert np.asarray(scores)[:, 0] == pytest.approx((raw - raw.mean()) / raw.std(ddof=1), abs=1e-4)
     assert all(int(row[-1]) == EOS for row in examples.columns.responses)
 

@@ -14,7 +14,7 @@ from quartet.wire.codec import pack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
 from services.reward.encoding import Encoder, Received
-from services.reward.scorers.scorer import Scored
+from services.reward.scorers.scorer import EncodedPair
 from tests.models import BOS, EOS, PAD, UNK, make_tokenizer
 from tests.trajectories import of
 
@@ -33,12 +33,12 @@ def by_text(prompts: list[str], responses: list[str], **fields: Any) -> pb.Score
     return pb.ScoreRequest(texts=pb.TextPairs(prompts=prompts, responses=responses), **fields)
 
 
-def decode(encoder: Encoder, request: pb.ScoreRequest) -> list[Scored]:
+def decode(encoder: Encoder, request: pb.ScoreRequest) -> list[EncodedPair]:
     call = encoder.call(Received(request))
     return call.items(range(len(call.costs)))
 
 
-def plain(scored: list[Scored]) -> list[Any]:
+def plain(scored: list[EncodedPair]) -> list[Any]:
     return [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.pair) for s in scored]
 
 

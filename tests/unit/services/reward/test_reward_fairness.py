@@ -19,7 +19,7 @@ from quartet.wire.errors import ResourceExhausted
 from services.reward.config import Hosted
 from services.reward.kinds import FunctionScorerConfig
 from services.reward.replica import Reward
-from services.reward.scorers.scorer import Result, Scored
+from services.reward.scorers.scorer import EncodedPair, Result
 from tests.trajectories import of
 from tests.unit.contexts import Context
 
@@ -69,7 +69,7 @@ class TakesTime:
     batch_s: float | None = None
     patience_s: float | None = None
 
-    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+    def score(self, pairs: Sequence[EncodedPair]) -> Sequence[Result]:
         """Zeros."""
         tokens = sum(len(pair.prompt_ids) + len(pair.response_ids) for pair in pairs)
         time.sleep(PASS_S * tokens / BATCH_TOKENS)

@@ -26,7 +26,7 @@ from quartet.wire.errors import ResourceExhausted, Unavailable
 from services.reward import doors
 from services.reward.config import RewardConfig
 from services.reward.replica import Reward
-from services.reward.scorers.scorer import Result, Scored
+from services.reward.scorers.scorer import EncodedPair, Result
 from tests.trajectories import of
 from tests.unit.contexts import Context
 from tests.unit.waiting import until
@@ -46,7 +46,7 @@ class Hangs:
     batch_s: float | None = None
     patience_s: float | None = None
 
-    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+    def score(self, pairs: Sequence[EncodedPair]) -> Sequence[Result]:
         """Ones."""
         if any(13 in pair.prompt_ids for pair in pairs):
             HUNG.set()

@@ -29,7 +29,7 @@ from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig, ScorerConfig
 from services.reward.replica import Reward
 from services.reward.scorers.make import SeveralScorers, make_scorer
-from services.reward.scorers.scorer import Result, Scored, Scorer
+from services.reward.scorers.scorer import EncodedPair, Result, Scorer
 from tests import plain
 from tests.models import MAX_LENGTH, REWARD_MEAN, REWARD_STD, WORDS, make_reward, make_tokenizer
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
@@ -38,7 +38,7 @@ from tests.unit.virtual_time import VirtualLoop
 from tests.unit.waiting import settled, until
 
 PAIRS = [
-    Scored(prompt, response, Pair(prompt="", response=" ".join(WORDS[i] for i in response), label="w13 <pad>"))
+    EncodedPair(prompt, response, Pair(prompt="", response=" ".join(WORDS[i] for i in response), label="w13 <pad>"))
     for prompt, response in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)
 ]
 LENGTHS = [2.0, 4.0, 1.0, 3.0]
@@ -54,13 +54,13 @@ def function(name: str) -> dict[str, str]:
     return {"kind": "function", "function": f"tests.scorers:{name}"}
 
 
-def scored(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> Sequence[Result]:
+def scored(scorer: Scorer, pairs: Sequence[EncodedPair] = PAIRS) -> Sequence[Result]:
     """The results, of a scorer that computes here or in processes of its own."""
     found: Any = scorer.score(pairs)
     return asyncio.run(found) if inspect.iscoroutine(found) else found  # type: ignore[no-any-return]
 
 
-def single(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
+def single(scorer: Scorer, pairs: Sequence[EncodedPair] = PAIRS) -> np.ndarray:
     """The scores, [B], of a scorer that names none."""
     scores = table(scorer, pairs)
     assert (scorer.names, scores.shape) == ((), (len(pairs), 1))
@@ -68,7 +68,7 @@ def single(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
     return scores[:, 0]
 
 
-def table(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
+def table(scorer: Scorer, pairs: Sequence[EncodedPair] = PAIRS) -> np.ndarray:
     """The scores, [B, K], all of which there are."""
     results = scored(scorer, pairs)
     assert not [each for each in results if isinstance(each, Unscored)]
@@ -109,7 +109,7 @@ def test_a_prompt_is_computed_once_for_its_responses(reward_folder: Path) -> Non
         return forward(pairs)
 
     scorer._model.forward = counted
-    actual = single(scorer, [Scored(*pair, Pair("", "")) for pair in zip(prompts, responses, strict=True)])
+    actual = single(scorer, [EncodedPair(*pair, Pair("", "")) for pair in zip(prompts, responses, strict=True)])
     assert computed == [2 * 30 + sum(map(len, responses))]
     assert plain.furthest(actual, plain.scores(reward_folder, prompts, responses)) < 1e-5
 
@@ -166,7 +166,7 @@ def test_a_function_sees_texts_and_labels() -> None:
     assert single(make(**function("tensor"), pair_timeout_s=200.0)).tolist() == LENGTHS  # it imports torch
     assert single(make(**function("matches"))).tolist() == [0, 0, 0, 0]
     prompt, response = arrays([[1], [13, 0]])
-    hit = Scored(prompt, response, Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
+    hit = EncodedPair(prompt, response, Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
     assert single(make(**function("matches")), [hit]).tolist() == [1]
     name = "function:tests.scorers:count"
     assert scorer.identity == pb.ScorerIdentity(name=name, model_hash=SOURCE)
@@ -320,7 +320,7 @@ class Gated:
         self.gate = threading.Semaphore(0)
         self.begun = 0
 
-    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+    def score(self, pairs: Sequence[EncodedPair]) -> Sequence[Result]:
         """Ones."""
         self.begun += 1
         self.gate.acquire()

@@ -246,14 +246,14 @@ PARENT = """
 import asyncio, os, sys
 from services.reward.kinds import FunctionScorerConfig
 from services.reward.scorers.function import FunctionScorer
-from services.reward.scorers.scorer import Scored
+from services.reward.scorers.scorer import EncodedPair
 from quartet.wire.pairs import Pair
 
 async def main():
     config = FunctionScorerConfig(kind="function", function="tests.scorers:faulty", pair_timeout_s=1000.0)
     scorer = FunctionScorer(config)
     print("started", flush=True)
-    await scorer.score([Scored(None, None, Pair("", "", "spins"))])
+    await scorer.score([EncodedPair(None, None, Pair("", "", "spins"))])
 
 asyncio.run(main())
 """
