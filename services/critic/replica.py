@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from ray import serve
-from ray.serve.exceptions import RayServeException
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
@@ -66,7 +65,7 @@ class Critic(HealthMixin):
 
         prepare_replica()
         self._config = config
-        self._critic = CriticModel(config, _application(), start_ranks)
+        self._critic = CriticModel(config, serve.get_replica_context().app_name, start_ranks)
         self._admission, self._train_admission = Admission(config.limits), Admission(config.train_limits)
         self._batcher: Batcher[tuple[Ints, Ints], Floats] = Batcher(
             self._critic.values,
@@ -202,14 +201,6 @@ def _check_least(request: pb.StageRequest | pb.TrainRequest, **least: int) -> No
     for field, number in least.items():
         if getattr(request, field) < number:
             raise InvalidArgument(f"{field}: {getattr(request, field)}; must be at least {number}")
-
-
-def _application() -> str:
-    """Name of the application that this replica belongs to."""
-    try:
-        return str(serve.get_replica_context().app_name)
-    except RayServeException:  # not a replica but a plain object in a test
-        return "critic"
 
 
 def build(args: dict[str, Any]) -> serve.Application:

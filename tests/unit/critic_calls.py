@@ -2,9 +2,12 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from ray import serve
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
@@ -23,7 +26,8 @@ from tests.unit.naive import PROMPTS, RESPONSES, TOKENS
 async def start(model: Path, root: Path) -> Any:
     made = object.__new__(Critic.func_or_class)  # type: ignore[attr-defined]
     config = CriticConfig(model=str(model), optimizer=OptimizerConfig(learning_rate=1e-3), root=str(root))
-    await made.__init__(config, lambda _: RankGroup("critic", [ThreadRank(60)]))
+    with mock.patch.object(serve, "get_replica_context", return_value=SimpleNamespace(app_name="critic")):
+        await made.__init__(config, lambda _: RankGroup("critic", [ThreadRank(60)]))
     return made
 
 
