@@ -44,7 +44,7 @@ def keep_file(path: Path, name: str) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; without a line that was cut off while it was written. None if it does not exist yet."""
+    """The records of a file, without a line that was cut off while it was written; an empty list without a file."""
     records: list[dict[str, Any]] = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:

@@ -212,6 +212,14 @@ def test_programs_write_what_is_expected(code: FunctionScorer) -> None:
     assert told(code, [*cases]) == [*cases.values()]
 
 
+def test_all_or_nothing_and_the_first_tests_only(code: FunctionScorer) -> None:
+    pairs = [Pair("", "x = 1", json.dumps(["assert x == 1", "assert x == 2", "assert x == 1"]))]
+    options = options_of(code)
+    assert make(options | {"all_or_nothing": True})(pairs) == [0]
+    assert make(options | {"most_tests": 2})(pairs) == [0.5]
+    assert make(options | {"all_or_nothing": True, "most_tests": 1})(pairs) == [1]
+
+
 @pytest.mark.parametrize("program", ["raise SystemExit(3)", "import time\ntime.sleep(60)"])
 def test_a_sandbox_that_fails_is_no_test_that_fails(
     code: FunctionScorer, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
