@@ -1,4 +1,4 @@
-"""The parts that every deployment of the reward service has which takes calls: gRPC, HTTP and measures."""
+"""The parts that every deployment of the reward service has which takes calls: gRPC, HTTP and metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # only replicas need them
 
 GRPC = "grpc"
 """Name of gRPC among the doors."""
-MEASURED_S = 2.0
-"""Seconds that each replica gets to give its measures."""
+METRICS_S = 2.0
+"""Seconds that each replica gets to give its metrics."""
 
 
 class Doors(HealthMixin, HttpMixin):
@@ -37,10 +37,10 @@ class Doors(HealthMixin, HttpMixin):
         # Imported here because Serve builds the application in a process that then need not load them.
         from services.reward.encoding import Received
         from services.reward.http import Door
-        from services.reward.measures import Measures, text_of
+        from services.reward.metrics import Metrics, text_of
 
         self._counted, self._text_of = Received, text_of
-        self._measures = Measures()
+        self._metrics = Metrics()
         self._door = Door(self) if Port.of().http else None
         self._everyone: Any = None
 
@@ -62,7 +62,7 @@ class Doors(HealthMixin, HttpMixin):
         raise NotImplementedError
 
     def label(self, scorer: str) -> str:
-        """The name of a scorer among the measures; one of a few, whatever a request names."""
+        """The name of a scorer among the metrics; one of a few, whatever a request names."""
         raise NotImplementedError
 
     def listed(self) -> Mapping[str, Listed]:
@@ -96,19 +96,19 @@ class Doors(HealthMixin, HttpMixin):
             rows = self._counted(request).rows
         except InvalidArgument:
             rows = 0  # said by the scorer, to the caller
-        with self._measures.call(self.label(request.scorer), door, rows) as answered:
+        with self._metrics.call(self.label(request.scorer), door, rows) as answered:
             response = await self.scored(request, share)
             answered(response)
         return response
 
     async def taken(self) -> tuple[str, "list[Metric]"]:
-        """This replica's name and its measures."""
-        return str(serve.get_replica_context().replica_tag), self._measures.taken()
+        """This replica's name and its metrics."""
+        return str(serve.get_replica_context().replica_tag), self._metrics.taken()
 
-    async def measures(self) -> bytes:
-        """Measures of all replicas that answer, in Prometheus' text format."""
+    async def metrics(self) -> bytes:
+        """Metrics of all replicas that answer, in Prometheus' text format."""
         context = serve.get_replica_context()
         if self._everyone is None:  # one is kept, since each makes a router that asks Serve's controller
             self._everyone = serve.get_deployment_handle(context.deployment, context.app_name)
-        found = dict([await self.taken(), *await answers_in_time(self._everyone, "taken", MEASURED_S)])
+        found = dict([await self.taken(), *await answers_in_time(self._everyone, "taken", METRICS_S)])
         return bytes(self._text_of(sorted(found.items())))

@@ -52,7 +52,7 @@ class Hub(Protocol):
     """The scorers behind the door."""
 
     async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
-        """Scores pairs, for a caller's share. Raises ServiceError. `door` is the path, for measures."""
+        """Scores pairs, for a caller's share. Raises ServiceError. `door` is the path, for metrics."""
 
     def listed(self) -> Mapping[str, Listed]:
         """The scorers, by the names that requests choose them by."""
@@ -67,8 +67,8 @@ class Hub(Protocol):
     async def works(self, scorer: str) -> bool:
         """True if the scorer that is named works, or any of them if none is."""
 
-    async def measures(self) -> bytes:
-        """Measures of all replicas, in Prometheus' text format."""
+    async def metrics(self) -> bytes:
+        """Metrics of all replicas, in Prometheus' text format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +283,9 @@ class Door:
 
             return await health(check)
 
-        @app.get("/metrics", summary="Measures in Prometheus' text format", responses=errors)
+        @app.get("/metrics", summary="Metrics in Prometheus' text format", responses=errors)
         async def metrics() -> Response:
-            return Response(await self._hub.measures(), media_type="text/plain; version=1.0.0; charset=utf-8")
+            return Response(await self._hub.metrics(), media_type="text/plain; version=1.0.0; charset=utf-8")
 
         @app.get("/v1/models", response_model=fields.ModelList, summary="The scorers", responses=errors)
         async def models() -> Response:

@@ -85,7 +85,7 @@ class Door:
             completions: the engine's.
             check_health: raises if the replica is ill.
             sessions: those of the application.
-            replicas: returns the numbers of all replicas, each as `metrics.packed` makes them.
+            replicas: returns the metrics of all replicas, each as `metrics.packed` makes them.
             desk: where the tokens of sessions are written out.
         """
         self._completions, self._check_health, self._sessions = completions, check_health, sessions
@@ -93,7 +93,7 @@ class Door:
 
     @property
     def lines(self) -> list[Line]:
-        """Numbers of this replica's door, for the metrics."""
+        """Metrics of this replica's door."""
         return [*self._counts.lines, ("http_sampled_tokens_total", {}, self._completions.sampled)]
 
     async def answer(self, request: Request) -> Response:

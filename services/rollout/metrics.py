@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, of all replicas: a request reaches one of them, which asks the others."""
+"""Metrics in Prometheus' text format, of all replicas: a request reaches one of them, which asks the others."""
 
 import json
 from collections import Counter
@@ -45,7 +45,7 @@ class Counts:
 
 
 def packed(replica: str, lines: Iterable[Line]) -> bytes:
-    """A replica's numbers on their way to the one that was asked."""
+    """A replica's metrics on their way to the one that was asked."""
     return json.dumps([[name, {"replica": replica, **labels}, number] for name, labels, number in lines]).encode()
 
 

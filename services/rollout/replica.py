@@ -41,8 +41,8 @@ from services.rollout.pulse import Pulse
 from services.rollout.sample import Sampling
 from services.rollout.session_holder import HeldSessions
 
-NUMBERS_S = 5.0
-"""Seconds that the replicas have to tell their numbers."""
+METRICS_S = 5.0
+"""Seconds that each replica gets to give its metrics."""
 
 
 @serve.deployment(
@@ -103,14 +103,14 @@ class Rollout(HealthMixin, HttpMixin):
         )
         made = completions(config, served)
         held, desk = HeldSessions(application, self._model.tokenizer_hash), Desk(config.limits)
-        return Door(made, self.check_health, held, self._numbers, desk) if made else None
+        return Door(made, self.check_health, held, self._all_metrics, desk) if made else None
 
-    async def _numbers(self) -> list[bytes]:
-        """Numbers of all replicas that answer in time."""
-        return await answers_in_time(self._everyone, "numbers", NUMBERS_S) or [await self.numbers()]
+    async def _all_metrics(self) -> list[bytes]:
+        """Metrics of all replicas that answer in time."""
+        return await answers_in_time(self._everyone, "metrics", METRICS_S) or [await self.metrics()]
 
-    async def numbers(self) -> bytes:
-        """Numbers of this replica, for the metrics; called only through the deployment's own handle."""
+    async def metrics(self) -> bytes:
+        """Metrics of this replica; called only through the deployment's own handle."""
         lines: list[Line] = [
             ("policy_version", {}, self._engine.version),
             ("running_requests", {}, self._engine.running()),

@@ -1,4 +1,4 @@
-"""The reward service over HTTP on the real services: its page, the scores of gRPC, measures, and hostile requests."""
+"""The reward service over HTTP on the real services: its page, the scores of gRPC, metrics, and hostile requests."""
 
 import os
 import re

@@ -20,7 +20,7 @@ from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig
 from services.reward.http import Door
 from services.reward.ingress import Ingress
-from services.reward.measures import text_of
+from services.reward.metrics import text_of
 from services.reward.replica import Reward
 from services.reward.scorers.make import make_scorer
 from services.reward.scorers.scorer import EncodedPair, Result, results
@@ -119,8 +119,8 @@ class Scorers:
         response: pb.ScoreResponse = await self.front.score(request, share, door)
         return response
 
-    async def measures(self) -> bytes:
-        return text_of([("one", self.front._measures.taken())])
+    async def metrics(self) -> bytes:
+        return text_of([("one", self.front._metrics.taken())])
 
 
 def replicas(

@@ -1,4 +1,4 @@
-"""Calls of which some meet a fault: no pair without a score has a number at any door or in the measures, and each
+"""Calls of which some meet a fault: no pair without a score has a number at any door or in the metrics, and each
 failure is attributed."""
 
 import asyncio

@@ -190,12 +190,12 @@ async def test_measures_come_although_the_other_replicas_stay_silent(
         await asyncio.Event().wait()
 
     context = SimpleNamespace(replica_tag="one", deployment="Reward", app_name="reward")
-    monkeypatch.setattr(doors, "MEASURED_S", 0.1)
+    monkeypatch.setattr(doors, "METRICS_S", 0.1)
     monkeypatch.setattr(replicas, "answers_of_each", silent)
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     reward._everyone = SimpleNamespace(broadcast=lambda method: None)
     await reward.Score(pairs(3), Context())
-    text = (await asyncio.wait_for(reward.measures(), 20)).decode()
+    text = (await asyncio.wait_for(reward.metrics(), 20)).decode()
     assert re.search(r'quartet_reward_rows_total\{outcome="scored",replica="one".*\} 3\.0', text), text
 
 

@@ -1,4 +1,4 @@
-"""Measures of the reward service, in Prometheus' text format."""
+"""Metrics of the reward service, in Prometheus' text format."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _OUTCOMES = {outcome.value: outcome.name.lower() for outcome in Outcome}
 
 
-class Measures:
+class Metrics:
     """Counts the calls that one replica takes, at all doors."""
 
     def __init__(self) -> None:
@@ -82,25 +82,25 @@ class Measures:
             self._seconds.labels(scorer, door).observe(time.perf_counter() - began)
 
     def taken(self) -> list[Metric]:
-        """The measures now."""
+        """The metrics now."""
         return [*self._registry.collect()]
 
 
 def text_of(replicas: Sequence[tuple[str, Iterable[Metric]]]) -> bytes:
-    """The measures of all replicas, given by name, as one text, each with the label `replica`."""
+    """The metrics of all replicas, given by name, as one text, each with the label `replica`."""
     registry = CollectorRegistry()
     registry.register(_Joined(replicas))
     return bytes(generate_latest(registry))
 
 
 class _Joined(Collector):
-    """Measures of several registries as those of one."""
+    """Metrics of several registries as those of one."""
 
     def __init__(self, replicas: Sequence[tuple[str, Iterable[Metric]]]) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterable[Metric]:
-        """All measures, those of one name together."""
+        """All metrics, those of one name together."""
         joined: dict[str, Any] = {}
         for replica, taken in self._replicas:
             for metric in taken:
