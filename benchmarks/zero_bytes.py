@@ -60,6 +60,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, results: Any) -> None:
     place = Ranks(rank, ranks, reach_store(HOST, port, TIMEOUT_S), TIMEOUT_S)
     results.put((rank, {stage: _held(stage, folder, place) for stage in STAGES}))
     distributed.barrier()
+    distributed.destroy_process_group()  # a rank whose peer ends first is otherwise aborted now and then as it ends
 
 
 def _held(stage: Stage, folder: str, place: Ranks) -> Held:

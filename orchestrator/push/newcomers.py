@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from orchestrator.push.pusher import WeightPusher
 from protos import common_pb2
@@ -28,6 +28,8 @@ from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 log = logging.getLogger("quartet")
 
 RETRY_S = 1.0
+LOOK_S = 0.5
+"""Seconds between two looks whether a replica that joins has died."""
 START_S = 60
 """Seconds within which a registry has to start; each start that takes longer doubles them for the next, so that a
 busy machine is not kept busy with starts that are given up."""
@@ -134,7 +136,7 @@ async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket |
         try:
             applicants = await desk.applicants()
             if applicants:
-                await pusher.add_newcomers(applicants, deliver)
+                await pusher.add_newcomers(applicants, deliver, first_death)
         except LeaseLost:
             raise
         except _TRANSIENT_ERRORS as error:
@@ -143,6 +145,27 @@ async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket |
             joining = f" ({', '.join(sorted(applicants))})" if applicants else ""
             log.warning("rollout replicas that join%s: %s", joining, reason)
             await asyncio.sleep(RETRY_S)
+
+
+async def first_death(applicants: Mapping[str, Applicant]) -> str:
+    """The name of the first of these replicas that Ray says has died. One that does not answer has not."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        looks = await asyncio.gather(*(_has_died(applicant.actor) for applicant in applicants.values()))
+        for name, dead in zip(applicants, looks, strict=True):
+            if dead:
+                return name
+
+
+async def _has_died(actor: Any) -> bool:
+    try:
+        async with asyncio.timeout(LOOK_S):
+            await actor.__ray_ready__.remote()
+    except ActorDiedError:
+        return True
+    except (TimeoutError, RayError):
+        pass  # it is busy, stands still, or Ray does not know
+    return False
 
 
 class _Desk:

@@ -4,7 +4,7 @@ replica."""
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -66,6 +66,17 @@ class Delivery(Protocol):
     """Hands tickets to the applicants."""
 
     async def __call__(self, tickets: dict[str, Ticket | None]) -> None: ...
+
+
+class Watch(Protocol):
+    """Waits until one of these applicants has died; its name."""
+
+    async def __call__(self, applicants: Mapping[str, Applicant], /) -> str: ...
+
+
+async def nobody_looks(_: Mapping[str, Applicant]) -> str:
+    """Never returns: of those that died, the learner's deadline tells."""
+    return await asyncio.Future()
 
 
 class WeightPusher:
@@ -259,15 +270,18 @@ class WeightPusher:
         finally:
             await self._turn.acquire()
 
-    async def add_newcomers(self, applicants: Mapping[str, Applicant], deliver: Delivery) -> None:
+    async def add_newcomers(
+        self, applicants: Mapping[str, Applicant], deliver: Delivery, first_death: Watch = nobody_looks
+    ) -> None:
         """Brings newcomers, given by name, to the version that was pushed last.
 
         `deliver` gives each its Ticket. It gives None before the first push, while a push waits for a first replica,
         and if the backend does not reach the newcomer: then it starts with its own weights and takes part in the next
-        push.
+        push. The group of the newcomers is given up at the `first_death` among them: it would wait for the dead one
+        until a deadline, and the next push with it.
 
         Raises:
-            ServiceError: the learner could not send. The newcomers notice that and apply again.
+            ServiceError: a newcomer died, or the learner could not send. The others notice that and apply again.
         """
         async with self._turn:
             if self._pushed is None or self._ahead:
@@ -276,14 +290,31 @@ class WeightPusher:
             hindered = [name for name, applicant in applicants.items() if self._group.hindered(name, applicant.place)]
             if hindered:
                 await deliver(dict.fromkeys(hindered))
-            members = {name: applicant.workers for name, applicant in applicants.items() if name not in hindered}
-            if members:
-                prepare = await self._group.newcomers(members)
+            joining = {name: applicant for name, applicant in applicants.items() if name not in hindered}
+            if joining:
+                prepare = await self._group.newcomers({name: its.workers for name, its in joining.items()})
                 version, checksum = self._pushed.policy_version, self._pushed.checksum
                 proof = await self._prover.of_members(self._scores) if self._prover else None
                 ticket = _ticket(self._group, prepare, version, checksum, self._config.timeout_s, proof)
-                await deliver(dict.fromkeys(members, ticket))
-                await self._source.add_newcomers(prepare.membership, prepare.world_size)
+                await deliver(dict.fromkeys(joining, ticket))
+                await self._send_to_newcomers(prepare, first_death(joining))
+
+    async def _send_to_newcomers(self, prepare: pb.Prepare, death: Awaitable[str]) -> None:
+        """Sends the weights of the last push to the group of `prepare`, or gives it up at a death."""
+        sending = asyncio.ensure_future(self._source.add_newcomers(prepare.membership, prepare.world_size))
+        dying = asyncio.ensure_future(death)
+        try:
+            await asyncio.wait({sending, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                return
+            await self._source.abandon(prepare.membership)
+            await asyncio.wait({sending})
+            raise Unavailable(f"{dying.result()} died while it joined")
+        finally:
+            sending.cancel()
+            dying.cancel()
+            await asyncio.gather(sending, dying, return_exceptions=True)
 
 
 def _ticket(

@@ -8,6 +8,7 @@ last.
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.probe import Probe
@@ -30,6 +31,8 @@ class Applicant:
     workers: int
     """Number of its processes that take part in a push."""
     place: Place
+    actor: Any = None
+    """Handle of its actor at Ray, by which the run notices its death; None outside of Ray."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class GroupSender:
         self._line = threading.Lock()
         self._digests: dict[int, bytes] = {}
         self._group: Group | None = None
+        self._newcomers: Group | None = None
 
     def rendezvous(self) -> int:
         """The number of the store, which is the same for all groups."""
@@ -155,20 +156,23 @@ class GroupSender:
         return self._buckets[number].to(self._wire.device, non_blocking=True)
 
     def abandon(self, membership: int) -> None:
-        """Leaves the group, which also ends a `join` or a `send` that is waiting for a member."""
+        """Leaves the group, which also ends a `join`, a `send` or an `add_newcomers` that is waiting for a member."""
         give_up(self._aside, membership)
-        group = self._group
+        group, newcomers = self._group, self._newcomers
         if group is not None and group.membership == membership:
             self.close()
+        elif newcomers is not None and newcomers.membership == membership:
+            newcomers.abandon()
 
     def add_newcomers(self, membership: int, world_size: int) -> None:
         """Forms a second group with the newcomers, sends all buckets, and leaves it."""
-        group = self._form(membership, world_size)
+        self._newcomers = group = self._form(membership, world_size)
         try:
             with self._in_use:
                 for number in self._buckets.numbers:
                     group.broadcast(self._carried(number))
         finally:
+            self._newcomers = None
             group.close()
 
     def close(self) -> None:

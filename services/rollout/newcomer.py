@@ -39,7 +39,7 @@ async def catch_up(member: WeightMember, engine: Engine, replica: str, applicati
             while (registry := await asyncio.to_thread(_find, application)) is not None:
                 try:
                     async with asyncio.timeout(APPLY_S):
-                        applicant = Applicant(engine.workers, engine.place)
+                        applicant = Applicant(engine.workers, engine.place, ray.get_runtime_context().current_actor)
                         answer = await registry.apply.remote(replica, applicant)
                         lease = await _claim(member, answer)
                 except TimeoutError:

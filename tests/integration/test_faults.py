@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 import yaml
 
 from orchestrator.commands.up import consequences
@@ -24,7 +25,7 @@ from orchestrator.deployment.redeployment import fixed
 from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import rollout_pb2 as pb
 from quartet.wire.codec import pack_sequences
-from quartet.wire.errors import ServiceError
+from quartet.wire.errors import ServiceError, Unavailable
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts
@@ -216,6 +217,36 @@ async def test_a_replica_frozen_with_its_engine(quartet: Quartet, loop: Loop) ->
         for process in frozen:
             if process.is_running():
                 process.send_signal(signal.SIGCONT)
+
+
+async def test_a_newcomer_that_dies_while_it_joins_is_waited_for_until_ray_knows(
+    quartet: Quartet, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner would wait for it until a deadline, and the loop's next push with it."""
+    add, failures = loop.pusher.add_newcomers, []
+
+    async def lose(applicants: Any, deliver: Any, first_death: Any) -> None:
+        async def kill(tickets: Any) -> None:
+            monkeypatch.undo()
+            for name in tickets:
+                ray.kill(applicants[name].actor)
+            await deliver(tickets)
+
+        try:
+            await add(applicants, kill, first_death)
+        except Unavailable as error:
+            failures.append(str(error))
+            raise
+
+    monkeypatch.setattr(loop.pusher, "add_newcomers", lose)
+    replica, victim = next(iter(rollouts(quartet).items()))
+    psutil.Process(victim).kill()
+    await loop.reaching(2)
+    [failure] = failures
+    newcomer, _, said = failure.partition(" ")
+    assert newcomer != replica
+    assert newcomer not in rollouts(quartet)
+    assert said == "died while it joined"
 
 
 @pytest.mark.exhaustive  # the calls, without processes: tests/unit/orchestrator/push/test_newcomers.py

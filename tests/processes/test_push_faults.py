@@ -295,3 +295,30 @@ async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_does
     assert await stage.fleet.versions() == {"a": 1, "b": 1, "c": 1, "d": 1}
     report = await stage.push(2)
     assert (report.attempts, report.replicas) == (1, ("a", "b", "c", "d"))
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=MORE)])  # ipc has no group
+async def test_the_group_of_a_newcomer_that_has_died_is_given_up_at_once(backend: str) -> None:
+    """Its deadlines are a minute at least, after which the learner would report a failure of its own."""
+    async with three(backend, stall_s=60, control_s=60, timeout_s=240, commit_s=60) as stage:
+        await stage.fleet.add("d", "e")
+        joining: list[asyncio.Task[bytes]] = []
+
+        async def deliver(tickets: dict[str, Ticket | None]) -> None:
+            stage.fleet.members["e"].signal(signal.SIGKILL)
+            prepare = pb.Prepare.FromString(tickets["d"].prepare)  # type: ignore[union-attr]
+            phase = pb.WeightPhase(timeout_s=240, lease=LEASE, prepare=prepare)
+            joining.append(asyncio.create_task(stage.fleet.members["d"].carry_out(phase)))
+
+        async def first_death(_: Any) -> str:
+            await asyncio.sleep(0.5)  # `d` waits for it by now
+            return "e"
+
+        applicants = {name: Applicant(1, stage.place) for name in "de"}
+        with pytest.raises(Unavailable, match="e died while it joined"):
+            await stage.pusher.add_newcomers(applicants, deliver, first_death)
+        [answer] = await asyncio.gather(*joining)
+        report = pb.WeightReport.FromString(answer)
+        assert not report.ok
+        assert "given up by its sender" in report.error
+        assert (await stage.push(2)).attempts == 1

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError, RaySystemError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RaySystemError
 
 from orchestrator.push import newcomers
-from orchestrator.push.newcomers import adding_newcomers, registered
+from orchestrator.push.newcomers import adding_newcomers, first_death, registered
 from protos import common_pb2
 from quartet.ranks.group import RanksLost
-from quartet.weight_transfer.registry import Answer
+from quartet.weight_transfer.place import Place
+from quartet.weight_transfer.registry import Answer, Applicant
 from quartet.wire.errors import Internal, LeaseLost, Unavailable, leaves
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
@@ -43,7 +44,7 @@ class FakePusher:
         self.failures = list(failures)
         self.asked = asyncio.Event()
 
-    async def add_newcomers(self, applicants: Any, deliver: Any) -> None:
+    async def add_newcomers(self, applicants: Any, deliver: Any, first_death: Any) -> None:
         if self.failures:
             raise self.failures.pop(0)
         await deliver(dict.fromkeys(applicants))
@@ -71,6 +72,39 @@ async def test_what_may_mend_itself_is_tried_again_and_said_in_one_line(
     for line in said:
         assert line.startswith("rollout replicas that join (new): ")
     assert len(said) == 2
+
+
+class FakeActor:
+    """A replica's actor, whose looks end so, one after another and then as the last."""
+
+    def __init__(self, *looks: Exception | None) -> None:
+        self.looks = list(looks)
+        self.__ray_ready__ = SimpleNamespace(remote=self._answer)
+
+    async def _answer(self) -> None:
+        look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        if isinstance(look, TimeoutError):
+            await asyncio.sleep(3600)
+        if look is not None:
+            raise look
+
+
+@in_virtual_time
+async def test_only_a_replica_that_ray_calls_dead_has_died() -> None:
+    """One that stands still or that Ray does not reach may come yet, and one whose start takes long does."""
+    frozen, unreached = (
+        FakeActor(TimeoutError()),
+        FakeActor(ActorUnavailableError("lost", None), RaySystemError("gone")),
+    )
+    dying = FakeActor(None, None, ActorDiedError())
+    applicants = {
+        name: Applicant(1, Place("m"), actor) for name, actor in [("a", frozen), ("b", unreached), ("c", dying)]
+    }
+    assert await first_death(applicants) == "c"
+    del applicants["c"]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(3600):
+            await first_death(applicants)
 
 
 @pytest.mark.parametrize("error", [KeyError("bucket"), TypeError("no"), LeaseLost("lease: another run holds them")])

@@ -1,13 +1,14 @@
 """Newcomers get the weights: before the first push, between two, and while one waits for them."""
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 
 from protos import rollout_pb2 as pb
 from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.registry import Applicant, Ticket
-from quartet.wire.errors import Internal
+from quartet.wire.errors import Internal, Unavailable
 from tests.unit.fake_fleet import MANIFEST, FakeSource, Fleet, make_pusher
 from tests.unit.waiting import settled, until
 
@@ -103,3 +104,40 @@ async def test_a_learner_that_cannot_send_to_newcomers_costs_the_others_nothing(
     with pytest.raises(Internal, match="the newcomer is gone"):
         await pusher.add_newcomers({"new": Applicant(1, HERE)}, Lobby())
     assert (await pusher.push(2)).attempts == 1
+
+
+class Waiting(FakeSource):
+    """Its newcomers do not come, until it gives them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up = asyncio.Event()
+
+    async def add_newcomers(self, membership: int, world_size: int) -> None:
+        await self.given_up.wait()
+        raise Internal(f"policy.add_newcomers: membership {membership} was given up by its sender")
+
+    async def abandon(self, membership: int) -> None:
+        await super().abandon(membership)
+        self.given_up.set()
+
+
+async def test_newcomers_of_which_one_has_died_are_given_up_and_the_next_push_begins() -> None:
+    source, died = Waiting(), asyncio.Event()
+    pusher = make_pusher(Fleet(source, a=1))
+    await pusher.push(1)
+
+    async def first_death(applicants: Mapping[str, Applicant]) -> str:
+        await died.wait()
+        return next(iter(applicants))
+
+    applicants = {"new": Applicant(1, HERE), "newer": Applicant(1, HERE)}
+    adding = asyncio.create_task(pusher.add_newcomers(applicants, Lobby(), first_death))
+    pushing = asyncio.create_task(pusher.push(2))
+    await settled()
+    assert not pushing.done()
+    died.set()
+    with pytest.raises(Unavailable, match="new died while it joined"):
+        await adding
+    assert ("abandon", 2) in source.calls
+    assert (await pushing).attempts == 1
