@@ -299,7 +299,7 @@ async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_does
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=MORE)])  # ipc has no group
 async def test_the_group_of_a_newcomer_that_has_died_is_given_up_at_once(backend: str) -> None:
-    """Its deadlines are a minute at least, after which the learner would report a failure of its own."""
+    """The deadlines are a minute at least; after them the learner would report a failure of its own."""
     async with three(backend, stall_s=60, control_s=60, timeout_s=240, commit_s=60) as stage:
         await stage.fleet.add("d", "e")
         joining: list[asyncio.Task[bytes]] = []

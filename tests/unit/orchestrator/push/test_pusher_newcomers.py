@@ -107,7 +107,7 @@ async def test_a_learner_that_cannot_send_to_newcomers_costs_the_others_nothing(
 
 
 class Waiting(FakeSource):
-    """Its newcomers do not come, until it gives them up."""
+    """A learner whose newcomers do not come, until it gives them up."""
 
     def __init__(self) -> None:
         super().__init__()
