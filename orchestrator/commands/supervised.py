@@ -27,12 +27,14 @@ from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.ranks import SupervisedModel, ranks_of
 from orchestrator.supervised.registry import TRAININGS
 from orchestrator.supervised.state import ExamplesState
+from quartet.columns import Columns
 from quartet.config.base import ConfigError, read_yaml
 from quartet.models.device import default_device
 from quartet.models.distribution import end_ids
 from quartet.models.loading import load_config, load_tokenizer
 from quartet.ranks.group import RankGroup, RanksLost
-from quartet.wire.errors import ServiceError
+from quartet.wire.codec import Floats
+from quartet.wire.errors import NotFinite, ServiceError
 
 LONGEST = 1024
 """Most tokens of a sequence where the file does not say, and the model takes more."""
@@ -310,7 +312,7 @@ class Run:
                         state = await self._step(step, model, kept, shown)
             if training.describes:
                 measured = (self.inputs.held_out or self.inputs.train).columns
-                await model.describe(training.described(measured, await model.outputs(measured)))
+                await model.describe(training.described(measured, await _outputs(model, measured)))
             await model.save(self.save_to)
 
     async def _step(self, step: int, model: SupervisedModel, kept: Checkpoints, shown: Record) -> ExamplesState:
@@ -338,6 +340,17 @@ class Run:
         if self.inputs.held_out is None:
             return {}
         began, examples = time.monotonic(), self.inputs.held_out.columns
-        measured = self.training.measured(examples, await model.outputs(examples))
+        measured = self.training.measured(examples, await _outputs(model, examples))
         metrics = {f"eval/{name}": value for name, value in measured.items()}
         return metrics | {"seconds/evaluate": time.monotonic() - began}
+
+
+async def _outputs(model: SupervisedModel, examples: Columns) -> Floats:
+    """The model's outputs for examples. NotFinite if one of them is not finite: no figure can be made of it."""
+    outputs = await model.outputs(examples)
+    if not np.isfinite(outputs).all():
+        raise NotFinite(
+            "the model's outputs for the examples that measure it are not finite: it has diverged, or was so from "
+            "the start; begin again with --overwrite and a lower optimizer.learning_rate"
+        )
+    return outputs

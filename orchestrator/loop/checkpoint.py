@@ -14,9 +14,10 @@ from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.learners import LOSSES, Snapshotted
 from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, number
+from quartet.config.base import MIB
 from quartet.folders import make, remove, rename, write
 from quartet.learner.layout import LAYOUT
-from quartet.wire.errors import NotFinite, ServiceError
+from quartet.wire.errors import NotFinite, ServiceError, leaves
 
 
 class LoopState(Protocol):
@@ -196,9 +197,17 @@ class Checkpoints:
 
 @contextmanager
 def _gone_if_it_fails(aside: Path) -> Iterator[None]:
-    """Deletes the partial checkpoint if the block fails: the disk may be full."""
+    """Deletes the partial checkpoint if the block fails: the disk may be full.
+
+    Raises:
+        ServiceError: it is, of which torch says nothing when it writes. Other failures stay as they are.
+    """
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        full = shutil.disk_usage(aside.parent).free < MIB
         shutil.rmtree(aside, ignore_errors=True)
+        found = leaves(error)
+        if full and all(isinstance(each, ServiceError | OSError) and not isinstance(each, LOSSES) for each in found):
+            raise ServiceError(f"no space is left on the disk of {aside.parent}: {found[0]}") from error
         raise

@@ -209,3 +209,23 @@ async def test_a_run_that_fails_does_not_wait_for_the_writing(tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="lost"):
         await run()
     assert latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+async def test_a_full_disk_is_named_as_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """torch tells of a position in its file alone."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    stage = Stage(tmp_path)
+    told = "policy.write_snapshot: rank 0 of 1: RuntimeError: unexpected pos 287424 vs 287312"
+    async with stage.checkpoints as checkpoints:
+        await checkpoints.first(state(0))
+        stage.policy.failures["write"] = Internal(told)
+        await checkpoints.take_if_due(state(10))
+    reason = f"no space is left on the disk of {tmp_path}: {told}" if not free else told
+    assert stage.notes[0].startswith(f"checkpoint failed: {reason}")
+    assert stage.checkpoint_names() == ["step-000000"]
+    stage.policy.failures["take"] = RanksLost("rank 0 died")
+    with pytest.raises(ExceptionGroup) as caught:
+        async with stage.checkpoints as checkpoints:
+            await checkpoints.take_if_due(state(20))
+    assert [str(lost) for lost in caught.value.split(RanksLost)[0].exceptions] == ["rank 0 died"]  # type: ignore[union-attr]

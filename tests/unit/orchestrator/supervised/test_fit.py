@@ -13,6 +13,7 @@ from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.registry import TRAININGS
 from quartet.config.base import ConfigError
 from quartet.ranks.group import RankGroup
+from quartet.wire.errors import NotFinite
 from tests.unit.fake_ranks import NEVER, FakeRank
 from tests.unit.rank_processes import SpawnedRank
 from tests.unit.runs_on_disk import printed
@@ -95,6 +96,23 @@ def test_a_run_without_examples_to_evaluate_on(fields: dict[str, Any], command: 
     assert not (run / "checkpoints").exists()
 
 
+DIVERGES = {"learning_rate": 1e15}
+
+
+def test_of_a_model_that_has_diverged_no_figure_is_made(command: str, fields: dict[str, Any], runs: Runs) -> None:
+    with pytest.raises(NotFinite, match=r"are not finite: it has diverged, .* a lower optimizer\.learning_rate$"):
+        runs.run(command, fields | {"optimizer": DIVERGES})
+    assert not (runs.folder / "runs" / "mine" / "model").exists()
+
+
+@pytest.mark.parametrize("command", ["reward-model"], indirect=True)
+def test_a_reward_is_not_normalised_by_what_is_no_number(command: str, fields: dict[str, Any], runs: Runs) -> None:
+    data = f"{fields['data']['path']}/train.jsonl"  # nothing to evaluate on
+    with pytest.raises(NotFinite, match="are not finite"):
+        runs.run(command, fields | {"data": data, "optimizer": DIVERGES})
+    assert not (runs.folder / "runs" / "mine" / "model").exists()
+
+
 def test_nothing_is_loaded_before_all_examples_are_read(
     command: str, fields: dict[str, Any], runs: Runs, write: Write
 ) -> None:
@@ -111,6 +129,7 @@ def test_nothing_is_loaded_before_all_examples_are_read(
         ({"batchsize": 8}, "^batchsize: unknown field; .* did you mean batch_size?"),
         ({"optimizer": {"learning_rate": "1e-3"}}, r"^optimizer\.learning_rate: should be a number, got '1e-3'"),
         ({"model": "nowhere"}, "^model: no such folder on this machine"),
+        ({"model": "org/name"}, r"^model: no such folder on this machine .* revision, such as org/name@main, got"),
         ({"data": {}}, r"^data\.path: required"),
         ({"max_length": 4096}, "^max_length: 4096, but .* takes 128 tokens at most"),
         ({"num_gpus": 1}, "num_gpus: for several ranks"),
