@@ -447,6 +447,8 @@ def main() -> None:
     # Lets judges and reward functions of the current folder be imported, as in the services' processes.
     sys.path.append(str(Path.cwd()))
     os.environ |= IDLE_THREADS_SLEEP | os.environ
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # in a log each step of theirs would be text
     sys.exit(_guarded(app))
 
 

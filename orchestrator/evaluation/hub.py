@@ -2,13 +2,14 @@
 
 import asyncio
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from orchestrator.evaluation.rows import Row
-from quartet.config.base import ConfigError
+from quartet.config.base import LAST_PORT, ConfigError
 from quartet.security import credentials
 from quartet.wire.errors import InvalidArgument, InvalidReply, ResourceExhausted, Unavailable
 from quartet.wire.outcomes import Outcome, Unscored
@@ -99,7 +100,7 @@ class Hub:
             ConfigError: a scorer of this name does not exist, or only one end has TLS.
             ServiceError: the service does not answer.
         """
-        if not target.rpartition(":")[0] or not target.rpartition(":")[2].isdecimal():
+        if not (form := re.fullmatch(r"[^/\s]+:(\d{1,5})", target, re.ASCII)) or int(form[1]) > LAST_PORT:
             raise ConfigError(f"--hub: should be HOST:PORT, got {target!r}")
         client = RewardClient(credentials.connect(target), application)
         try:

@@ -129,7 +129,7 @@ def _extent(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, in
 def or_of_hub(name: str) -> str:
     """The end of an error about a folder that does not exist: the form of names of the Hugging Face hub,
     if the name has nearly that form."""
-    looks_so = re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) and not name.startswith(".")
+    looks_so = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) and not Path(name).parent.exists()
     return f"; of the Hugging Face hub with its revision, such as {name}@main" if looks_so else ""
 
 
@@ -179,7 +179,7 @@ def _model_folder(value: str) -> str:
     """A model path has to exist where the service runs, with a config.json in it."""
     folder = Path(value)
     if not folder.is_dir():
-        raise ValueError(f"no such folder on this machine (looked for {folder.resolve()})")
+        raise ValueError(f"no such folder on this machine (looked for {folder.resolve()})" + or_of_hub(value))
     if not (folder / "config.json").is_file():
         raise ValueError("the folder holds no config.json, so it is not a Hugging Face model")
     return value

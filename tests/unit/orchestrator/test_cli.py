@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from orchestrator import cli
 from orchestrator.cli import _guarded, app
 from quartet.config.base import ConfigError
 from quartet.wire.errors import NotFound, Unavailable
@@ -178,6 +179,19 @@ def test_an_install_that_lacks_a_module_says_so_in_a_line(tmp_path: Path, hidden
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(shown)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(True, None), (False, "1")])
+def test_progress_bars_of_libraries_are_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(cli, "app", lambda: None)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == expected
 
 
 @pytest.mark.parametrize("command", ["up", "train"])

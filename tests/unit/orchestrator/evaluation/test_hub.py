@@ -158,7 +158,9 @@ async def test_verdicts_join_those_of_other_scorers_and_replace_none() -> None:
         check_free(row(prompt="p", reasons="none"), hub.scorers, "a.jsonl")
 
 
-@pytest.mark.parametrize("target", ["127.0.0.1", "19000", "host:port", ""])
-async def test_an_address_without_a_port_is_named(target: str) -> None:
+@pytest.mark.parametrize(
+    "target", ["127.0.0.1", "19000", "host:port", "", "host:99999", "host:999999", "http://host:19000", "host:1²"]
+)
+async def test_what_is_no_address_is_named(target: str) -> None:
     with pytest.raises(ConfigError, match="--hub: should be HOST:PORT"):
         await Hub.at(target, "reward", [], 1)
