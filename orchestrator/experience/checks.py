@@ -1,4 +1,4 @@
-"""Checks of every answer of the services, for lengths and finite numbers, before it is trained on or kept."""
+"""Checks of every answer of the services, for lengths, finite numbers and age, before it is trained on or kept."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +13,10 @@ from quartet.wire.errors import DeadlineExceeded, InvalidReply
 from quartet.wire.pairs import SCORE
 from services.reward.client import Scores
 from services.rollout.sample import Sample
+
+
+class StaleSample(RuntimeError):
+    """A sample exceeded the bound on staleness. The bound holds by construction, so this is a defect of a service."""
 
 
 @contextmanager
@@ -82,6 +86,18 @@ def check_own_logprobs(rows: Sequence[Floats]) -> None:
     """Raises InvalidReply unless all of the policy learner's log-probs of a batch are finite."""
     if (wrong := first_not_finite(rows)) is not None:
         raise InvalidReply(f"policy: the learner's own log-probs of the batch hold {wrong}; must be finite")
+
+
+def check_ages(columns: Columns, step: int, version: int, bound: int) -> None:
+    """Raises StaleSample if a token for `step` was sampled by a version more than `bound` behind `version`."""
+    if not (late := version - columns["versions"] > bound).any():
+        return
+    row = int(columns.owners[np.argmax(late)])
+    oldest = int(columns.rows("versions")[row].min())
+    raise StaleSample(
+        f"step {step}, sample {columns['number'][row]}: sampled by version {oldest}, {version - oldest} behind the "
+        f"policy's {version}; loop.max_staleness is {bound}"
+    )
 
 
 def first_not_finite(rows: Iterable[Floats]) -> float | None:

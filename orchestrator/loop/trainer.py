@@ -8,7 +8,7 @@ from typing import Protocol
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.evaluation.evaluator import Evaluator
 from orchestrator.experience.beside import Beside
-from orchestrator.experience.checks import check_own_logprobs
+from orchestrator.experience.checks import check_ages, check_own_logprobs
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import Stream
 from orchestrator.learners import Learner, Update
@@ -22,10 +22,10 @@ from orchestrator.loop.estimate import (
     measure_distance,
     old_logprobs_of,
 )
-from orchestrator.loop.measures import StepReport, check_ages, ledger, speeds, staleness
 from orchestrator.loop.mismatch import MismatchWatch
 from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
+from orchestrator.loop.step_metrics import StepReport, ledger, speeds, staleness
 from orchestrator.monitoring.record import Record
 from orchestrator.tracing.waits import Waits
 from quartet.columns import Columns
@@ -171,7 +171,7 @@ class Trainer:
         with report.stage("take"), self._waits.for_batch() as numbers:
             collected = await stream.take(step, critic_step=state.critic_step)
             numbers.update(collected.trained_numbers)
-        check_ages(collected, step, version, self._config.loop.max_staleness)
+        check_ages(collected.columns, step, version, self._config.loop.max_staleness)
         await publishing.rest()
         batch = Batch.of(collected, algorithm.oldest_trained(version), algorithm.chosen(collected.outcomes))
         with report.stage("logprobs"):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.loop.measures import StaleSample
+from orchestrator.experience.checks import StaleSample
 from tests.unit.fake_run import Stage
 from tests.unit.fakes import make_config
 from tests.unit.step_metrics import STEP_METRICS, steady

@@ -1,4 +1,4 @@
-"""The report of a step: its stages' seconds, metrics besides its losses, and the bound on its samples' age."""
+"""The metrics of a step besides its losses, and the seconds of its stages."""
 
 import math
 import time
@@ -52,23 +52,6 @@ class StepReport:
     def elapsed_s(self) -> float:
         """Seconds since the step began."""
         return time.monotonic() - self._began
-
-
-class StaleSample(RuntimeError):
-    """A sample exceeded the bound on staleness. The bound holds by construction, so this is a defect of a service."""
-
-
-def check_ages(collected: Collected, step: int, version: int, bound: int) -> None:
-    """Raises StaleSample if a token for `step` was sampled by a version more than `bound` behind `version`."""
-    columns = collected.columns
-    if not (late := version - columns["versions"] > bound).any():
-        return
-    row = int(columns.owners[np.argmax(late)])
-    oldest = int(columns.rows("versions")[row].min())
-    raise StaleSample(
-        f"step {step}, sample {columns['number'][row]}: sampled by version {oldest}, {version - oldest} behind the "
-        f"policy's {version}; loop.max_staleness is {bound}"
-    )
 
 
 def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
