@@ -8,7 +8,7 @@ import grpc
 from quartet.wire.errors import REPLICA_DIED, REPLICA_LOST
 
 
-class Outcome(Protocol):
+class CallStatus(Protocol):
     """The status of a call, which may not be set yet."""
 
     def code(self) -> Any: ...
@@ -23,7 +23,7 @@ class Outcome(Protocol):
 _OWN_ERROR = re.compile(r"[\w./ -]+: internal error \(\w+\); see the log")
 
 
-def presentable(call: Outcome) -> None:
+def presentable(call: CallStatus) -> None:
     """Replaces Ray's text about a failure, which holds addresses, process ids, paths and traces.
 
     The death of a replica becomes UNAVAILABLE, since another replica can answer the same call.
