@@ -18,7 +18,8 @@ from quartet.wire.errors import InvalidArgument
 from services.rollout.metrics import Counts, Line, exposition
 from services.rollout.openai_fields import read
 from services.rollout.session_holder import OpenSession, SessionStore
-from services.rollout.sessions import MOST_OF_A_SESSION, as_json, check_reward
+from services.rollout.session_trajectory import as_json
+from services.rollout.sessions import MOST_OF_A_SESSION, check_reward
 
 if TYPE_CHECKING:  # the replica needs neither before it starts
     from protos import rollout_pb2 as pb

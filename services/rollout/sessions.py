@@ -6,8 +6,6 @@ from them, and what the policy sampled is trained on as it was sampled.
 """
 
 import hashlib
-import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quartet.columns import Columns
-from quartet.trajectory import Segment, Trajectory, VersionSpans, columns_of
+from quartet.trajectory import Segment, VersionSpans
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
@@ -37,8 +34,6 @@ LONGEST_TASK = 256
 """Most characters of a task's name."""
 _EACH_TOKEN, _EACH_TURN = 8, 1024
 """Bytes that a token (its id and log-prob) and a turn are counted as."""
-_PIECE = 4096
-"""Most numbers that are written as JSON at a time."""
 
 
 class Begun(NamedTuple):
@@ -280,7 +275,8 @@ class Sessions:
         return len(session.turns)
 
     def trajectory(self, owner: str, name: str) -> dict[str, Any]:
-        """All of a session's tokens but those of superseded responses, for `as_json` (docs/openai.md).
+        """All of a session's tokens but those of superseded responses (docs/openai.md), for
+        `session_trajectory.as_json`.
 
         Raises:
             NotFound: as `begun`.
@@ -392,67 +388,6 @@ def _told_part(part: _Part) -> dict[str, Any]:
         return {"length": part.length, "sampled": False}
     spans = [{"version": version, "start": start, "end": end} for version, start, end in part.spans]
     return {"length": part.length, "sampled": True, "logprobs": part.logprobs, "version_spans": spans}
-
-
-def as_json(told: Any) -> str:
-    """Writes as JSON what `Sessions.trajectory` returns, in a thread beside an event loop: json lets no other thread
-    run until it has written a value, so that arrays are written in pieces."""
-    if isinstance(told, np.ndarray):
-        pieces = (json.dumps(told[at : at + _PIECE].tolist())[1:-1] for at in range(0, len(told), _PIECE))
-        return f"[{', '.join(pieces)}]"
-    if isinstance(told, dict):
-        return "{" + ", ".join(f"{json.dumps(name)}: {as_json(value)}" for name, value in told.items()) + "}"
-    if isinstance(told, list):
-        return f"[{', '.join(map(as_json, told))}]"
-    return json.dumps(told)
-
-
-def trajectories_of(told: dict[str, Any], number: int, group: int, row: int) -> list[Trajectory]:
-    """The trajectories of a session from the answer of `/rl/trajectory`, one for each sequence that has tokens, with
-    numbers from `number` on, for `quartet.trajectory.columns_of`.
-
-    Args:
-        told: the answer's contents.
-        number, group, row: of the first of them, as in Trajectory.
-
-    Raises:
-        ValueError: lengths of segments do not add up to those of the ids, or of log-probs to those of a segment.
-    """
-    made: list[Trajectory] = []
-    for place, sequence in enumerate(told["sequences"]):
-        ids = np.asarray(sequence["ids"], np.int32)
-        lengths = [segment["length"] for segment in sequence["segments"]]
-        if sum(lengths) != len(ids):
-            raise ValueError(f"sequences[{place}]: {len(ids)} ids, but segments of {sum(lengths)}")
-        parts = np.split(ids, np.cumsum(lengths)[:-1]) if lengths else []
-        segments = [_segment(part, each) for part, each in zip(parts, sequence["segments"], strict=True)]
-        if segments:
-            made.append(Trajectory(number + len(made), group, row, segments))
-    return made
-
-
-def columns_of_session(told: dict[str, Any], number: int, group: int, row: int) -> Columns:
-    """The trajectories of a session as columns for the learner, with `score`: the sum of the rewards of a sequence's
-    responses, if they have some, else the session's; NaN if that was not set either. Arguments and errors as of
-    `trajectories_of`."""
-    places = [place for place, sequence in enumerate(told["sequences"]) if sequence["segments"]]
-    scores = np.full(len(places), math.nan if told["reward"] is None else told["reward"], np.float32)
-    for at, place in enumerate(places):
-        own = [turn["reward"] for turn in told["interactions"] if turn["sequence"] == place]
-        if rewards := [reward for reward in own if reward is not None]:
-            scores[at] = sum(rewards)
-    return columns_of(trajectories_of(told, number, group, row)).with_rows(score=scores)
-
-
-def _segment(ids: Ints, told: dict[str, Any]) -> Segment:
-    if not told["sampled"]:
-        return Segment(ids)
-    logprobs: Floats = np.asarray(told["logprobs"], np.float32)
-    if len(logprobs) != len(ids):
-        raise ValueError(f"a segment of {len(ids)} ids has {len(logprobs)} log-probs")
-    return Segment(
-        ids, logprobs, tuple((span["version"], span["start"], span["end"]) for span in told["version_spans"])
-    )
 
 
 def check_reward(value: Any) -> float:

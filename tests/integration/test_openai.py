@@ -18,7 +18,7 @@ from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
 from services.rollout.sample import Sampling
-from services.rollout.sessions import columns_of_session, trajectories_of
+from services.rollout.session_trajectory import columns_of_session, trajectories_of
 from tests import plain
 from tests.cluster import TEMPLATE, Quartet, eventually, named, rollouts
 from tests.configuration import REPO

@@ -14,7 +14,8 @@ from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from quartet.columns import Columns
 from quartet.trajectory import Segment
-from services.rollout.sessions import Sessions, as_json, columns_of_session
+from services.rollout.session_trajectory import as_json, columns_of_session
+from services.rollout.sessions import Sessions
 from tests.plain import language_model
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
 

@@ -19,7 +19,7 @@ from services.rollout import http
 from services.rollout.http import KEY, Door
 from services.rollout.metrics import METRICS, packed
 from services.rollout.session_holder import OpenSession
-from services.rollout.sessions import as_json
+from services.rollout.session_trajectory import as_json
 from tests.unit.local_sessions import LocalSessions
 
 

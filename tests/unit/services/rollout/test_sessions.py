@@ -10,16 +10,8 @@ import pytest
 from quartet.trajectory import Segment, columns_of
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from services.rollout import sessions as module
-from services.rollout.sessions import (
-    KEPT_S,
-    MOST_TURNS,
-    NOTHING,
-    Sessions,
-    as_json,
-    check_reward,
-    columns_of_session,
-    trajectories_of,
-)
+from services.rollout.session_trajectory import as_json, columns_of_session, trajectories_of
+from services.rollout.sessions import KEPT_S, MOST_TURNS, NOTHING, Sessions, check_reward
 from tests.unit.fake_clock import Clock
 
 ME, S = "me", "session-1"
@@ -228,7 +220,7 @@ def test_the_bytes_that_are_counted_are_all_that_are_held(sessions: Sessions) ->
 
 
 def test_numbers_are_written_in_pieces_as_json_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 3)
+    monkeypatch.setattr("services.rollout.session_trajectory._PIECE", 3)
     numbers = np.linspace(-3, 3, 10, dtype=np.float32)
     told = {"a": [numbers, ids(), {"b": None, 'c"': True}], "d": ids(1, 2, 3)}
     plain = {"a": [numbers.tolist(), [], {"b": None, 'c"': True}], "d": [1, 2, 3]}

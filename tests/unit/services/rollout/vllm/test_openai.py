@@ -36,7 +36,7 @@ from services.rollout.histories import digests
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
 from services.rollout.session_holder import OpenSession
-from services.rollout.sessions import as_json
+from services.rollout.session_trajectory import as_json
 from services.rollout.vllm import openai, openai_call
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.openai import VLLMCompletions
