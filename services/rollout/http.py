@@ -19,7 +19,7 @@ from services.rollout.metrics import Counts, Line, exposition
 from services.rollout.openai_fields import read
 from services.rollout.session_holder import OpenSession, SessionStore
 from services.rollout.session_trajectory import as_json
-from services.rollout.sessions import MOST_OF_A_SESSION, check_reward
+from services.rollout.sessions import MOST_OF_A_SESSION
 
 if TYPE_CHECKING:  # the replica needs neither before it starts
     from protos import rollout_pb2 as pb
@@ -144,7 +144,9 @@ class Door:
             await ask("start", *who, self._sessions.tokenizer, given.get("task_id", ""), temperature)
             told["api_key"] = request.headers.get(KEY)
         elif path == "/rl/set_reward":
-            await ask("set_reward", *who, check_reward(given.get("reward")), given.get("interaction_id", ""))
+            if "reward" not in given:
+                raise InvalidArgument("reward: missing; should be a number")
+            await ask("set_reward", *who, float(given["reward"]), given.get("interaction_id", ""))
         elif path == "/rl/end_session":
             told["interaction_count"] = await ask("end", *who)
         else:

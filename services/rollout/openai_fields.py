@@ -30,6 +30,8 @@ MOST_MESSAGES = 4096
 """Most messages of one request."""
 LONGEST_TO_TOKENIZE = 512 << 10
 """Most bytes of a body with text to tokenise: nothing else bounds it, as the length of a model bounds a prompt."""
+LARGEST_REWARD = 1e30
+"""Largest reward of a response: the sum of a session's stays finite in 32 bits."""
 LONGEST_SALT = 1024
 """Most characters of what divides the cache; vLLM's own limit."""
 MOST_VARIABLES, LONGEST_VARIABLE = 16, 256
@@ -65,6 +67,7 @@ _NUMBERS: Mapping[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
+_REWARDS: Mapping[str, tuple[float, float]] = {"reward": (-LARGEST_REWARD, LARGEST_REWARD)}
 _FLAGS = frozenset(
     {
         *("stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens"),
@@ -211,7 +214,7 @@ def _check_numbers(given: Mapping[str, Any], *, of_chat: bool = False) -> None:
     for name, (least, most) in _INTEGERS.items():
         if name in given:
             _check_number(name, given[name], least, most, whole=True)
-    for name, (low, high) in _NUMBERS.items():
+    for name, (low, high) in {**_NUMBERS, **_REWARDS}.items():
         if name in given:
             _check_number(name, given[name], low, high, whole=False)
     if given.get("max_tokens") == 0 and not given.get("echo"):

@@ -28,8 +28,6 @@ KEPT_S = 3600.0
 """Seconds after its last call for which a session is kept."""
 PAUSE_S = 5.0
 """Pause that a caller is asked to make where there are too many."""
-LARGEST_REWARD = 1e30
-"""Largest reward of a response."""
 LONGEST_TASK = 256
 """Most characters of a task's name."""
 _EACH_TOKEN, _EACH_TURN = 8, 1024
@@ -388,13 +386,3 @@ def _told_part(part: _Part) -> dict[str, Any]:
         return {"length": part.length, "sampled": False}
     spans = [{"version": version, "start": start, "end": end} for version, start, end in part.spans]
     return {"length": part.length, "sampled": True, "logprobs": part.logprobs, "version_spans": spans}
-
-
-def check_reward(value: Any) -> float:
-    """The reward. InvalidArgument if it is not a number of which sums of a session's stay finite in 32 bits."""
-    right = isinstance(value, int | float) and not isinstance(value, bool)
-    if not right or not -LARGEST_REWARD <= value <= LARGEST_REWARD:
-        raise InvalidArgument(
-            f"reward: should be a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, got {str(value)[:32]!r}"
-        )
-    return float(value)

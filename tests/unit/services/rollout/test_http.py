@@ -201,7 +201,14 @@ async def test_one_trajectory_is_written_at_a_time_and_callers_take_turns(monkey
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/rl/set_reward", {"reward": "1"}, 400, "reward: should be a number from"),
+        ("/rl/set_reward", {}, 400, "reward: missing"),
+        ("/rl/set_reward", {"reward": None}, 400, "reward: missing"),
+        ("/rl/set_reward", {"reward": "1"}, 400, "reward: a str; should be a number from -1e+30 to 1e+30"),
+        ("/rl/set_reward", {"reward": True}, 400, "reward: a bool; should be a number"),
+        ("/rl/set_reward", {"reward": []}, 400, "reward: a list; should be a number"),
+        ("/rl/set_reward", {"reward": 1e31}, 400, "reward: 1e+31; should be a number"),
+        ("/rl/set_reward", {"reward": -(10**400)}, 400, "reward: -1000"),
+        ("/rl/set_reward", {"reward": float("nan")}, 400, "the body is not JSON: NaN"),
         ("/rl/set_reward", {"reward": 1, "interaction_id": "c"}, 400, "interaction_id: 'c' is no response"),
         ("/rl/set_reward", {"reward": 1, "session": "s"}, 400, "session: not a field of /rl/set_reward"),
         ("/rl/start_session", {"temperature": 0}, 400, "temperature: 0; should be above 0 in a session"),
