@@ -42,6 +42,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r'\s+File ".*", line \d+')
 _CLASS = re.compile(r"^[\w.]*ConfigError: |^(?:\w+\.)+(?=\w+(?:: |$))")
 """The class of an error before its message: the names of its modules, or all of it where the message says enough."""
+_SLOW = re.compile(
+    r"Deployment '[^']*' in application '[^']*' has \d+ replicas that have taken more than \d+s to initialize\."
+)
+"""Serve's message about replicas that load, which names nothing that hinders them."""
 _LINES = 20
 """Most lines of an error that are shown."""
 _CHARACTERS = 400
@@ -191,7 +195,8 @@ def failure_of(application: Mapping[str, Any]) -> str:
 
 def hindrance(application: Mapping[str, Any] | None) -> str:
     """Serve's own words, in one line, on what an application that starts is waiting for; empty if it says nothing."""
-    return _shortened(" ".join("; ".join(_errors(application or {})).split()))
+    told = [text for text in _errors(application or {}) if not _SLOW.match(text)]
+    return _shortened(" ".join("; ".join(told).split()))
 
 
 def _errors(application: Mapping[str, Any]) -> list[str]:

@@ -335,3 +335,7 @@ def test_what_hinders_an_application_is_said_in_one_short_line() -> None:
         "1 replica takes long. It waits for a GPU."
     )
     assert len(hindrance({"message": "word " * 500})) < 420
+    # Every model that takes longer than Serve's half a minute would repeat this at each look.
+    loads = "Deployment 'R' in application 'r' has 1 replicas that have taken more than 30s to {}. This may be"
+    slow = {"Rollout": {"message": loads.format("initialize")}, "Other": {"message": loads.format("be scheduled")}}
+    assert hindrance({"status": "DEPLOYING", "deployments": slow}) == loads.format("be scheduled")
