@@ -19,6 +19,8 @@ TILE_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 """Logits of a tile: 16 MiB and 512 MiB in float32."""
 LEAST_WIDTH = 256
 """Least columns of a tile: narrower products are slow."""
+ALIGNED = 128
+"""Columns of a tile are a multiple of this: a GPU's fast products need rows that begin at 16 bytes."""
 _LEAST_SCORE = -1e30  # a maximum of none: finite, so that the difference to a score of -inf is no NaN
 
 
@@ -46,6 +48,11 @@ class Softmax:
 def tile_elements(device: torch.device) -> int:
     """Logits of a tile on this device."""
     return TILE_ELEMENTS.get(device.type, TILE_ELEMENTS["cuda"])
+
+
+def tile_width(rows: int, device: torch.device) -> int:
+    """Columns of a tile of so many rows on this device."""
+    return max(LEAST_WIDTH, tile_elements(device) // max(1, rows) // ALIGNED * ALIGNED)
 
 
 def linear_logprobs(
@@ -94,7 +101,7 @@ def linear_logprobs(
     if early is not None and early.shape != ids.shape:
         raise ValueError(f"early is {list(early.shape)}, should be {list(ids.shape)} like the ids")
     rows = hidden.reshape(-1, hidden.shape[-1])
-    width = tile or max(LEAST_WIDTH, tile_elements(hidden.device) // max(1, len(rows)))
+    width = tile or tile_width(len(rows), hidden.device)
     own = None if early is None or not softmax.ends else early.reshape(-1, 1)
     ends = filled(softmax.ends, ids.device)
     head = _Head(softmax, ids.reshape(-1), own, ends, width, len(weight), kernels or PLAIN)
@@ -128,16 +135,14 @@ class Tile(NamedTuple):
     """[N, 1] bool, True where `blocked` have no probability; None: nowhere."""
     blocked: Tensor
     """[E] int64, columns; those below 0 or from W on are not in this tile."""
-    possible: bool
-    """False if no column has a probability."""
+    never: Tensor | None
+    """[W] bool, True for columns that have no probability anywhere; None: each has one."""
 
 
 def joined(sums: Sums, tile: Tile, softmax: Softmax, entropy: bool) -> Sums:
     """The sums with those of one more tile."""
     scores = _scores(tile.logits, softmax)
     chosen = torch.where(tile.inside, scores.gather(-1, tile.at), sums.chosen)
-    if not tile.possible:
-        return sums._replace(chosen=chosen)
     scores = _blocked(scores, tile)
     largest = torch.maximum(sums.largest, scores.amax(-1, keepdim=True))
     scores, past = scores.sub_(largest), (sums.largest - largest).exp()
@@ -163,17 +168,14 @@ def changed(sums: Sums, tile: Tile, softmax: Softmax, gradient: Tensor, entropie
     """
     scores = _scores(tile.logits, softmax)
     slope, of_logprob = _slope(scores, softmax), gradient[:, :1]
-    if not tile.possible:
-        change = torch.zeros_like(scores)
+    scores = _blocked(scores, tile).sub_(sums.largest)
+    if entropies is None:
+        change = scores.exp_().mul_(-of_logprob / sums.total)
     else:
-        scores = _blocked(scores, tile).sub_(sums.largest)
-        if entropies is None:
-            change = scores.exp_().mul_(-of_logprob / sums.total)
-        else:
-            # d entropy / d score_j = -p_j (log p_j + entropy)
-            inner = scores.clamp(min=LEAST_LOGPROB).add_(entropies - sums.total.log())
-            inner = inner.mul_(gradient[:, 1:]).add_(of_logprob)
-            change = scores.exp_().div_(-sums.total).mul_(inner)
+        # d entropy / d score_j = -p_j (log p_j + entropy)
+        inner = scores.clamp(min=LEAST_LOGPROB).add_(entropies - sums.total.log())
+        inner = inner.mul_(gradient[:, 1:]).add_(of_logprob)
+        change = scores.exp_().div_(-sums.total).mul_(inner)
     own = torch.where(tile.inside, of_logprob, 0.0)
     if torch.compiler.is_compiling():  # a comparison is a part of the one kernel that is made of all this
         change = change + torch.where(_columns(change) == tile.at, own, 0.0)
@@ -223,22 +225,21 @@ class _Head:
     kernels: Kernels
 
     def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tile]]:
-        """The columns of each tile and their numbers: columns with a probability, then the others."""
-        size = self.vocabulary if self.softmax.size is None else min(self.softmax.size, self.vocabulary)
-        for begin, end in ((0, size), (size, self.vocabulary)):
-            for first in range(begin, end, self.width):
-                columns = slice(first, min(first + self.width, end))
-                yield columns, self._tile(hidden, weight, bias, columns, possible=first < size)
+        """The columns of each tile and their numbers."""
+        for first in range(0, self.vocabulary, self.width):
+            columns = slice(first, min(first + self.width, self.vocabulary))
+            yield columns, self._tile(hidden, weight, bias, columns)
 
-    def _tile(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, *, possible: bool) -> Tile:
+    def _tile(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tile:
         width, at = columns.stop - columns.start, (self.ids - columns.start).unsqueeze(-1)
+        size = self.vocabulary if self.softmax.size is None else self.softmax.size
         return Tile(
             linear(hidden, weight[columns], None if bias is None else bias[columns]),
             at.clamp(0, width - 1),
             (at >= 0) & (at < width),
             self.early,
             self.ends - columns.start,
-            possible,
+            torch.arange(columns.start, columns.stop, device=at.device) >= size if columns.stop > size else None,
         )
 
 
@@ -288,6 +289,8 @@ def _scores(logits: Tensor, softmax: Softmax) -> Tensor:
 
 def _blocked(scores: Tensor, tile: Tile) -> Tensor:
     """The scores with -inf for tokens without probability."""
+    if tile.never is not None:
+        scores = scores.masked_fill_(tile.never, -torch.inf)
     if tile.early is None:
         return scores
     if torch.compiler.is_compiling():

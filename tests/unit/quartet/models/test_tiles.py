@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from quartet.models.distribution import Distribution
 from quartet.models.sequences import PairTensors, concatenate_pairs, pad_pairs
-from quartet.models.tiles import PLAIN, Kernels, Softmax, linear_logprobs
+from quartet.models.tiles import ALIGNED, PLAIN, TILE_ELEMENTS, Kernels, Softmax, linear_logprobs, tile_width
 from tests import plain
 
 IDS = torch.tensor([[0, 10, 4], [2, 9, 3]])
@@ -111,6 +111,14 @@ def test_large_scores_and_tiles_without_a_possible_token(kernels: Kernels) -> No
         kernels=kernels,
     )
     torch.testing.assert_close(actual, torch.tensor([[-0.693147, 0.693147]]))
+
+
+@pytest.mark.parametrize("rows", [1, 77, 4096, 5120, 5376, 10_752, 2**19, 2**30])
+def test_rows_of_a_tile_begin_where_a_gpu_multiplies_fast(rows: int) -> None:
+    """For 20 responses of 256 tokens a tile would have 26,214 columns, in bfloat16 rows that begin at 4 bytes."""
+    width, most = tile_width(rows, torch.device("cuda")), TILE_ELEMENTS["cuda"]
+    assert width % ALIGNED == 0
+    assert most - rows * ALIGNED < rows * width <= max(most, 256 * rows)
 
 
 def test_few_graphs_are_compiled_for_any_sizes() -> None:
