@@ -147,37 +147,50 @@ class WholeResponseScheduler(AsyncScheduler):
 
 
 class StepLogprobs:
-    """Log-probs of all requests of a step, which notes what a request has of them. To cut it out of the arrays for
-    each token takes longer than all else that is done to hold it back."""
+    """Log-probs of all requests of a step, row by row in flat lists, which notes what a request has of them. To cut
+    that out of vLLM's arrays, or to join arrays of a row, takes longer than all else that is done to hold it back."""
 
-    __slots__ = ("_lists",)
+    __slots__ = ("_before", "ids", "logprobs", "ranks", "width")
 
     def __init__(self, lists: LogprobsLists) -> None:
-        self._lists = lists
+        self.ids: list[int] = lists.logprob_token_ids.ravel().tolist()
+        self.logprobs: list[float] = lists.logprobs.ravel().tolist()
+        self.ranks: list[int] = lists.sampled_token_ranks.tolist()
+        self.width = lists.logprobs.shape[1]
+        self._before = lists.cu_num_generated_tokens
 
-    def slice_request(self, row: int, count: int) -> tuple[LogprobsLists, int, int]:
+    def slice_request(self, row: int, count: int) -> "tuple[StepLogprobs, int, int]":
         """The step's log-probs, the first row of a request, and the number of its rows; vLLM's returns these rows."""
-        before = self._lists.cu_num_generated_tokens
-        return self._lists, row if before is None else before[row], count
+        return self, row if self._before is None else self._before[row], count
 
 
 def joined(parts: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     """The last of one request's outputs, extended by the tokens of those before it."""
     whole = parts[-1]
     noted: list[Any] = [part.new_logprobs for part in parts if part.new_logprobs is not None]
-    rows = [(lists, row) for lists, start, count in noted for row in range(start, start + count)]
     whole.new_token_ids = [token for part in parts for token in part.new_token_ids]
     whole.prefill_stats = parts[0].prefill_stats
-    whole.new_logprobs = None
-    if rows:
-        # As many columns as the request of its step with the most log-probs; all have at least this request's.
-        columns = min(lists.logprobs.shape[1] for lists, _ in rows)
-        whole.new_logprobs = LogprobsLists(
-            np.array([lists.logprob_token_ids[row, :columns] for lists, row in rows]),
-            np.array([lists.logprobs[row, :columns] for lists, row in rows]),
-            np.array([lists.sampled_token_ranks[row] for lists, row in rows]),
-        )
+    whole.new_logprobs = _rows(noted) if any(count for _, _, count in noted) else None
     return whole
+
+
+def _rows(noted: Sequence[tuple[StepLogprobs, int, int]]) -> LogprobsLists:
+    """The rows that were noted. As many columns as the request of its step with the most log-probs; all have at
+    least this request's."""
+    columns = min(step.width for step, _, _ in noted)
+    ids, logprobs, ranks = list[int](), list[float](), list[int]()
+    for step, start, count in noted:
+        for row in range(start, start + count):
+            at = row * step.width
+            ids += step.ids[at : at + columns]
+            logprobs += step.logprobs[at : at + columns]
+            ranks.append(step.ranks[row])
+    shape = (len(ranks), columns)
+    return LogprobsLists(
+        np.array(ids, np.int32).reshape(shape),
+        np.array(logprobs, np.float32).reshape(shape),
+        np.array(ranks, np.int32),
+    )
 
 
 def _says_something(message: EngineCoreOutputs) -> bool:
