@@ -243,14 +243,14 @@ def score(
 ) -> None:
     """Write the rows of a JSONL file or of standard input with the scores of a reward service, in order."""
     from orchestrator.commands.score import score_file
-    from orchestrator.evaluation.hub import Hub as Service
+    from orchestrator.evaluation.hub import Hub
 
     try:
         asyncio.run(
             score_file(
                 None if str(file) == "-" else file,
                 output,
-                lambda: Service.at(hub, application, scorer, timeout_s),
+                lambda: Hub.at(hub, application, scorer, timeout_s),
                 _say,
                 overwrite=overwrite,
             )
@@ -366,7 +366,7 @@ def evaluate(
         raise ConfigError("--hub: required, HOST:PORT of the reward service that scores; or give a run's YAML file")
     _refuse_options(context, _ONE_RUN, f"for a run's YAML file, and of {file} all rows are taken")
     from orchestrator.commands import evaluate_rows as rows
-    from orchestrator.evaluation.hub import Hub as Service
+    from orchestrator.evaluation.hub import Hub
     from orchestrator.report.evaluation import write_page
 
     target, folder = hub, output or Path("evaluations") / file.stem
@@ -393,7 +393,7 @@ def evaluate(
     try:
         results = asyncio.run(
             rows.evaluate_rows(
-                wanted, lambda: Service.at(target, application, scorer, max(timeout_s, rows.SCORE_S)), _say
+                wanted, lambda: Hub.at(target, application, scorer, max(timeout_s, rows.SCORE_S)), _say
             )
         )
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -48,7 +48,7 @@ _OF_FAILURES = ("failure_kind", "failure_reason", "_ng_failure_class")
 Asked = TypeVar("Asked", bound=BaseModel)
 
 
-class Hub(Protocol):
+class Scorers(Protocol):
     """The scorers behind the door."""
 
     async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
@@ -178,8 +178,8 @@ class _Route(APIRoute):
 class Door:
     """Answers the requests of one replica."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, scorers: Scorers) -> None:
+        self._scorers = scorers
         self._app = app = FastAPI(
             title="Quartet's reward service",
             description="Scores prompts and responses, in JSON of its own and in the protocols of other servers.",
@@ -224,7 +224,7 @@ class Door:
         shorter, name = sorted((named, by_address), key=len)
         if shorter and not f"{name}/".startswith(f"{shorter}/"):
             raise InvalidArgument(f"{by}: {named[:64]!r}, but the address names {by_address!r}; name one of them")
-        known = self._hub.listed()
+        known = self._scorers.listed()
         if not name:
             name = next(iter(known)) if len(known) == 1 else ""
         if not name:
@@ -260,7 +260,7 @@ class Door:
         choice = self._choice(request, named, by, one)
         made.scorer = choice.scorer
         try:
-            reply = await self._hub.score(made, share_of_request(request), request.url.path.rpartition("/")[2])
+            reply = await self._scorers.score(made, share_of_request(request), request.url.path.rpartition("/")[2])
         except ServiceError as error:
             raise requests.in_terms_of(error, field) from None
         return Table(reply, rows, choice)
@@ -278,18 +278,18 @@ class Door:
             scorer = self._choice(request, "", "address").scorer
 
             async def check() -> None:
-                if not await self._hub.works(scorer):
+                if not await self._scorers.works(scorer):
                     raise RuntimeError(f"scorer {scorer} does not work" if scorer else "no scorer works")
 
             return await health(check)
 
         @app.get("/metrics", summary="Metrics in Prometheus' text format", responses=errors)
         async def metrics() -> Response:
-            return Response(await self._hub.metrics(), media_type="text/plain; version=1.0.0; charset=utf-8")
+            return Response(await self._scorers.metrics(), media_type="text/plain; version=1.0.0; charset=utf-8")
 
         @app.get("/v1/models", response_model=fields.ModelList, summary="The scorers", responses=errors)
         async def models() -> Response:
-            listed = [_card(each) for each in (await self._hub.infos()).scorers]
+            listed = [_card(each) for each in (await self._scorers.infos()).scorers]
             return _json(fields.ModelList(data=listed))
 
         @post("/v1/rewards", fields.RewardsAnswer, "Scores of pairs, each with its outcome")
@@ -340,7 +340,7 @@ class Door:
         @post("/tokenize", fields.TokenizeAnswer, "vLLM")
         async def tokenize(asked: fields.TokenizeRequest, request: Request) -> Response:
             scorer, share = self._choice(request, asked.model, "model").scorer, share_of_request(request)
-            ids, most = await self._hub.token_ids(scorer, asked.prompt, asked.add_special_tokens, share)
+            ids, most = await self._scorers.token_ids(scorer, asked.prompt, asked.add_special_tokens, share)
             return _json(fields.TokenizeAnswer(count=len(ids), max_model_len=most, tokens=[*ids]))
 
         @post("/predict", fields.PredictAnswer, "Text Embeddings Inference")

@@ -68,8 +68,8 @@ class Listing:
     """Name -> SHA-256 that the hub gives; None for small files, of which it gives another hash."""
 
 
-class Hub(Protocol):
-    """A hub, and the folder on this machine to which it fetches."""
+class ModelHub(Protocol):
+    """A hub of models and data sets, and the folder on this machine to which it fetches."""
 
     def listing(self, repository: str, revision: str, kind: Kind) -> Listing:
         """The files of a repository. ConfigError if it cannot be listed."""
@@ -134,7 +134,7 @@ class Pinned:
     """The models and data sets that a file names, and its lock."""
 
     lock: Path
-    hub: Hub = field(default_factory=HuggingFace)
+    hub: ModelHub = field(default_factory=HuggingFace)
 
     @classmethod
     def beside(cls, file: Path) -> "Pinned":
