@@ -119,6 +119,9 @@ async def train(
         ServiceError, RanksLost: a service does not come within timeouts.start_s, or it or the learner failed and
             the restarts are used up.
     """
+    if not (resume or overwrite):
+        # Before the models are read and the services waited for, which that very run may still hold.
+        clear(checkpoint_folder(deployment.orchestrator), overwrite=False)
     deployment = decided_here(deployment)
     config = deployment.orchestrator
     inputs = preflight(deployment)

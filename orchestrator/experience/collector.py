@@ -58,14 +58,15 @@ class Collector:
             stages: records when each sample was generated, scored, referenced, valued and given its old log-probs.
             old_logprobs: asked for each finished sample; None leaves them for later.
             answers: those of the run's environment; None if it has none.
-            note: called with a message for the user for each sample that is dropped without a score.
+            note: called with a message for the user: for each sample that is dropped without a score, and where a
+                batch takes long.
         """
         self._services = services
         self._end_ids = end_ids
         self._config = config
         self._old_logprobs = old_logprobs
         self._answers = answers
-        self._note = note
+        self.note = note
         self._scorer = ""
         self.stages = stages or SampleStages(UNTRACED)
         """The stages of samples, those under way too."""
@@ -195,7 +196,7 @@ class Collector:
                 "after a change of the scorer with --accept-changed-services, or set orchestrator.unscored.then to "
                 "drop"
             )
-        self._note(f"{where}; dropped")
+        self.note(f"{where}; dropped")
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""

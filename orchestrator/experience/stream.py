@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
@@ -19,6 +20,9 @@ from orchestrator.experience.requests import Used, calls, training_requests
 from orchestrator.experience.slots import Slots
 from quartet.wire.codec import Floats
 from quartet.wire.errors import DeadlineExceeded
+
+LATE_S, LATE = 30.0, 3
+"""A wait for a batch is told to the user after so many seconds, or so many times the last wait if that is longer."""
 
 
 class DiscardedError(RuntimeError):
@@ -78,6 +82,8 @@ class Stream:
         self._refused = self._dropped = 0
         """Their groups that the algorithm did not admit, and those of which a response has no score."""
         self._changed = asyncio.Event()
+        self._waited_s = 0.0
+        """Duration of the last wait for a batch."""
 
     async def take(self, step: int, *, critic_step: int | None) -> Collected:
         """The experience of PPO step `step`, the one after that of the last call; with values at lock-step only.
@@ -168,17 +174,42 @@ class Stream:
         longest_s = self._config.longest_take_s
         try:
             async with asyncio.timeout(longest_s):
-                while (groups := self._slots.choose()) is None:
-                    if excess := self._excess():
-                        raise DiscardedError(f"step {step}: {excess}, and go on with --resume")
-                    self._changed.clear()
-                    await self._changed.wait()
-                return groups
+                with self._telling_of_a_long_wait(step):
+                    return await self._complete_groups(step)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"step {step}: no batch after {longest_s:g} s (timeouts.take_s). {self._collector.stages}; the "
                 f"replicas serve version {self._slots.served}, version {self._slots.next_take} trains next"
             ) from None
+
+    async def _complete_groups(self, step: int) -> list[int]:
+        while (groups := self._slots.choose()) is None:
+            if excess := self._excess():
+                raise DiscardedError(f"step {step}: {excess}, and go on with --resume")
+            self._changed.clear()
+            await self._changed.wait()
+        return groups
+
+    @contextmanager
+    def _telling_of_a_long_wait(self, step: int) -> Iterator[None]:
+        """Context of a wait for a batch: if it is longer than usual the user hears where the samples are, again after
+        twice the time."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        timer: asyncio.TimerHandle
+
+        def tell(seconds: float) -> None:
+            nonlocal timer
+            self._collector.note(f"step {step} has waited {seconds:.0f} s for samples. {self._collector.stages}")
+            timer = loop.call_at(began + 2 * seconds, tell, 2 * seconds)
+
+        first = max(LATE_S, LATE * self._waited_s)
+        timer = loop.call_at(began + first, tell, first)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._waited_s = loop.time() - began
 
     def _excess(self) -> str:
         """The reason why no more groups may be asked for in place of those that were discarded, and what to do; empty

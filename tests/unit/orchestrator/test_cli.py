@@ -190,7 +190,7 @@ def test_progress_bars_of_libraries_are_for_terminals(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(cli, "app", lambda: None)
     with pytest.raises(SystemExit):
-        cli.main()
+        cli._carry_out()
     assert os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == expected
 
 
@@ -207,6 +207,23 @@ def test_a_user_who_interrupts_hears_how_to_go_on(
     monkeypatch.setattr("orchestrator.commands.train.train", interrupt)
     done = CliRunner().invoke(app, [command, str(deployment.path)])
     assert done.exit_code == 130
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = load(Path(__file__).parents[3] / "deploy/ppo.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "orchestrator.commands.train.preflight", None
+    )  # which would read models, prompts and functions
+    kept = Path("runs", deployment.orchestrator.name, "checkpoints", "step-000010", "state.json")
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    done = CliRunner().invoke(app, ["train", str(deployment.path)])
+    assert isinstance(done.exception, ConfigError)
+    assert "already holds checkpoints; choose another name, --resume them, or --overwrite" in str(done.exception)
+    assert kept.exists()
 
 
 INTERRUPTED = """

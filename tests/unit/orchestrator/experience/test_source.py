@@ -2,6 +2,7 @@
 finds."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from quartet.config.base import ConfigError
 from quartet.wire.errors import DeadlineExceeded, Unavailable
 from tests.unit.fake_run import FakeExperienceJournal
 from tests.unit.fakes import Fakes, make_config, make_prompts
-from tests.unit.waiting import settled
+from tests.unit.waiting import settled, until
 
 STEPS = 5
 
@@ -33,7 +34,8 @@ class Bench:
         section = {"batch_size": 2, "steps": STEPS, "loop": {"max_staleness": staleness}} | section
         config = make_config(folder, **section)
         prompts = PromptStream(make_prompts(20), 0, config.algorithm.samples_per_prompt)
-        collector = Collector(self.fakes.services, config)
+        self.notes: list[str] = []
+        collector = Collector(self.fakes.services, config, note=self.notes.append)
         self.source = ExperienceSource(config, prompts, collector, self.journal)  # type: ignore[arg-type]
         self.row_of = {int(prompt.prompt_ids[0]): number for number, prompt in enumerate(prompts.dealt(0, 20))}
         """Number of the first sample of the prompt with this token."""
@@ -229,6 +231,26 @@ async def test_a_wait_that_is_too_long_says_for_what(policy_folder: Path) -> Non
     with pytest.raises(DeadlineExceeded, match=expected):
         async with Beside() as beside:
             await bench.open(beside).take(1, critic_step=0)
+
+
+async def test_a_user_hears_of_a_long_wait(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would be seen of a replica that is being replaced."""
+    bench = Bench(policy_folder, 0, prompts_per_call=1)
+    held = bench.hold(1)
+    async with Beside() as beside:
+        stream = bench.open(beside)
+        monkeypatch.setattr("orchestrator.experience.stream.LATE_S", 0.01)
+        taken = asyncio.create_task(stream.take(1, critic_step=0))
+        await until(lambda: len(bench.notes) == 2)
+        held.set()
+        await taken
+        told = len(bench.notes)
+        monkeypatch.setattr("orchestrator.experience.stream.LATE_S", 3600)
+        stream.served(1)
+        await stream.take(2, critic_step=1)
+    said = r"step 1 has waited 0 s for samples\. rollout: 1 sample for up to \d+ s, the first is number 1"
+    assert all(re.fullmatch(said, note) for note in bench.notes[:2])
+    assert len(bench.notes) == told
 
 
 def test_a_batch_is_not_sampled_further_ahead_than_the_bound_allows() -> None:
