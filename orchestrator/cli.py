@@ -21,6 +21,7 @@ try:
     from orchestrator.monitoring.terminal import printable
     from orchestrator.supervised.registry import TRAININGS
     from quartet.config.base import IDLE_THREADS_SLEEP, ConfigError
+    from quartet.threads import ending_quietly
     from quartet.wire.errors import NotFound, ServiceError, Unavailable, leaves
 except ModuleNotFoundError as missing:  # the light install has no command line
     sys.exit(f"error: {reason(missing)}")
@@ -444,6 +445,11 @@ def report(
 
 def main() -> None:
     """Runs the command; errors that a user can act on are shown as text and not as a traceback."""
+    with ending_quietly():
+        _carry_out()
+
+
+def _carry_out() -> None:
     # Lets judges and reward functions of the current folder be imported, as in the services' processes.
     sys.path.append(str(Path.cwd()))
     os.environ |= IDLE_THREADS_SLEEP | os.environ

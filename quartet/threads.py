@@ -1,14 +1,17 @@
-"""Threads beside the event loop that the end of the program does not wait for."""
+"""Threads beside the event loop that the end of the program does not wait for, and that end."""
 
 import atexit
 import contextlib
 import ctypes
 import functools
+import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -106,3 +109,27 @@ def _leave() -> None:
     end = time.monotonic() + GRACE_S
     for thread in living:
         thread.join(max(end - time.monotonic(), 0.0))
+
+
+@contextmanager
+def ending_quietly() -> Iterator[None]:
+    """Context of all that a process does. If it ends well, or by sys.exit with a status, the process ends before
+    Python takes its modules apart: triton, which torch loads, would then print a page on objects that it leaks. What
+    is registered for the end meanwhile is carried out before."""
+    status: int | None = None
+
+    def end() -> None:
+        if status is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+    atexit.register(end)
+    try:
+        yield
+        status = 0
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else None
+        raise

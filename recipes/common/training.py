@@ -14,6 +14,7 @@ from transformers.utils import logging
 from orchestrator.commands.supervised import TrainingFile, fit
 from orchestrator.monitoring.progress import PlainProgress
 from orchestrator.supervised.registry import TRAININGS
+from quartet.models.device import default_device
 from recipes.common.build import write_rows
 
 THREADS = 2
@@ -62,6 +63,8 @@ def quiet_and_seeded(seed: int) -> None:
 
     If OMP_NUM_THREADS is set, torch's threads are left as it says.
     """
+    if default_device().type != "cuda":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that there is no other
     torch.manual_seed(seed)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(THREADS, os.cpu_count() or 1))
