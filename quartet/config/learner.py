@@ -11,6 +11,10 @@ REDUCE_ELEMENTS = 50_000_000
 times as large, 1 GB in bfloat16 whatever the model's size. With ZeRO 1 or 2 a single copy of the model has none, as
 there is nothing to average."""
 
+GROUP_ELEMENTS = 128 << 20
+"""Most parameters of one rank whose step DeepSpeed takes at once, of which it copies the gradient; one that is larger
+is alone."""
+
 
 class OptimizerConfig(Config):
     """AdamW and its schedule."""

@@ -5,7 +5,7 @@ memory comes from torch's allocator, which rounds each tensor up to a power of t
 """
 
 from quartet.config.learner import LearnerConfig
-from quartet.learner.memory import state_bytes, trained_parameters
+from quartet.learner.memory import state_bytes, step_groups, trained_parameters
 from quartet.models.size import BYTES, ModelSize
 
 OPTIMIZER = "optimizer"
@@ -34,7 +34,7 @@ def held_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> dict
     if config.adam_offload:
         held[OPTIMIZER] = _offloaded(config.zero_stage, own, width, largest=shape.largest)
     elif config.colocate:
-        held[OPTIMIZER] = 3 * pinned(4 * own)
+        held[OPTIMIZER] = 3 * sum(pinned(4 * group) for group in step_groups(config, shape))
     if config.param_offload:
         held[WEIGHTS] = _in_sub_groups(own, width)
     if config.ema_decay:

@@ -3,7 +3,8 @@
 They follow what torch and DeepSpeed allocate (tests/unit/quartet/learner/test_memory.py compares them).
 """
 
-from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig
+from quartet.config.learner import GROUP_ELEMENTS, REDUCE_ELEMENTS, LearnerConfig
+from quartet.learner.optimizer import grouped
 from quartet.models.numerics import CHUNK_ELEMENTS
 from quartet.models.size import BYTES, ModelSize
 from quartet.models.tiles import TILE_ELEMENTS
@@ -27,12 +28,21 @@ def learner_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> i
     """
     shape = shape if logits else shape.body
     passing = _gathered(config, shape) + _pass(config, shape, logits=logits)
-    return kept_bytes(config, shape) + max(passing, _step(config, shape))
+    return kept_bytes(config, shape) + max(passing, _copied(config, shape), _step(config, shape))
 
 
 def trained_parameters(config: LearnerConfig, shape: ModelSize) -> int:
     """Parameters of one copy's part of the model that have gradients."""
     return shape.adapters(config.lora.rank) if config.lora else shape.parameters // config.tensor_parallel.size
+
+
+def step_groups(config: LearnerConfig, shape: ModelSize) -> list[int]:
+    """Parameters of each group of ZeRO 1 or 2 on one rank (learner/optimizer.py)."""
+    size = config.tensor_parallel.size
+    copies = config.ranks // size
+    adapters = [shape.adapters(config.lora.rank) // shape.layers] * shape.layers if config.lora else []
+    weights = adapters or [count // size for count in shape.weights]
+    return [sum(group) // copies for group in grouped(weights, int, GROUP_ELEMENTS * copies)]
 
 
 def state_bytes(config: LearnerConfig, shape: ModelSize) -> int:
@@ -103,12 +113,23 @@ def tile_bytes(shape: ModelSize, tokens: int, width: int) -> int:
     return (4 + width) * min(tokens * shape.vocabulary, TILE_ELEMENTS["cuda"])
 
 
+def _copied(config: LearnerConfig, shape: ModelSize) -> int:
+    """Copies of gradients at the end of a backward pass: each rank's share as it leaves the buckets, and with ZeRO 2
+    what earlier passes added up."""
+    copies = config.ranks // config.tensor_parallel.size
+    if config.adam_offload or not (config.zero_stage == 2 or (config.zero_stage == 1 and copies > 1)):
+        return 0
+    return trained_parameters(config, shape) // copies * BYTES[config.dtype]
+
+
 def _step(config: LearnerConfig, shape: ModelSize) -> int:
     """Copies of the gradient that DeepSpeed makes for the optimizer's step: a flat one, and in half precision one in
-    float32. ZeRO 3 has it flat. Without ZeRO several ranks add it up in copies of AVERAGED_ELEMENTS at most."""
-    copies = config.ranks // config.tensor_parallel.size
+    float32; with ZeRO 1 and 2 of one group at a time. Without ZeRO several ranks add it up in copies of
+    AVERAGED_ELEMENTS at most."""
+    copies, trained = config.ranks // config.tensor_parallel.size, trained_parameters(config, shape)
     if config.zero_stage == 0 and copies > 1:
-        return min(trained_parameters(config, shape), AVERAGED_ELEMENTS) * BYTES[config.dtype]
+        return min(trained, AVERAGED_ELEMENTS) * BYTES[config.dtype]
     if config.zero_stage == 0 or config.adam_offload:
         return 0
-    return trained_parameters(config, shape) * (4 if config.dtype == "float32" else 6) // copies
+    group = trained // copies if config.zero_stage == 3 else max(step_groups(config, shape))
+    return group * (4 if config.dtype == "float32" else 6)

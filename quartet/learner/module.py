@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from quartet.columns import Columns
-from quartet.config.learner import LearnerConfig, OptimizerConfig, describe
+from quartet.config.learner import GROUP_ELEMENTS, LearnerConfig, OptimizerConfig, describe
 from quartet.learner.ema import Average
 from quartet.learner.finite import agreed, check_weights
 from quartet.learner.frozen import freeze_attention
 from quartet.learner.lora import weight_buckets, weights_of
-from quartet.learner.optimizer import OptimizerState, rate_factor
+from quartet.learner.optimizer import OptimizerState, grouped, rate_factor
 from quartet.learner.shards import Pass, shards
 from quartet.learner.tensor_parallel import (
     check_divided,
@@ -73,7 +73,7 @@ class TrainedModule:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._engine: Any = deepspeed.initialize(
             model=module,
-            model_parameters=trained,
+            model_parameters=_groups(trained, config),
             config=describe(config),
             lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
         )[0]
@@ -274,6 +274,14 @@ class TrainedModule:
         return {
             name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.full_weights() if first
         }
+
+
+def _groups(trained: list[nn.Parameter], config: LearnerConfig) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """Parameters in the groups in which the optimizer steps: of ZeRO 1 and 2 on the device."""
+    if config.zero_stage not in (1, 2) or config.adam_offload:
+        return trained
+    most = GROUP_ELEMENTS * config.ranks // config.tensor_parallel.size
+    return [{"params": group} for group in grouped(trained, nn.Parameter.numel, most)]
 
 
 def _numbers(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -80,16 +80,21 @@ class ModelSize:
         states = 2 * self.hidden + attention + 4 * self.intermediate
         return tokens * ((4 + width) * normed + width * states)
 
-    def by_weights(self, width: int, taken: Callable[[int], int]) -> int:
-        """Bytes of all weights where one of `size` bytes takes `taken(size)`, in layers as most models have them;
-        what these do not account for is counted as it is."""
+    @property
+    def weights(self) -> list[int]:
+        """Numbers of each weight in layers as most models have them, embeddings first and the head last; then, as
+        one, of all that these do not account for. Of a model whose layers have fewer, that of all."""
         matrices = [self.hidden * wide for wide in (self.queries, self.queries, self.keys, self.keys)]
         matrices += [self.hidden * self.intermediate] * 3
-        ends = [self.vocabulary * self.hidden] * (2 if self.head else 1)
-        counted = [*matrices * self.layers, *ends]
+        end = self.vocabulary * self.hidden
+        counted = [end, *matrices * self.layers, *[end] * bool(self.head)]
         rest = self.parameters - sum(counted)
-        if rest < 0:
-            return self.parameters * width
+        return [*counted, rest] if rest >= 0 else [self.parameters]
+
+    def by_weights(self, width: int, taken: Callable[[int], int]) -> int:
+        """Bytes of all weights where one of `size` bytes takes `taken(size)`; what layers do not account for is
+        counted as it is."""
+        *counted, rest = self.weights
         return sum(taken(count * width) for count in counted) + rest * width
 
     def adapters(self, rank: int) -> int:

@@ -26,25 +26,46 @@ def without_reduction(engine: Any) -> None:
 
 def without_average(engine: Any) -> None:
     """Keeps an engine with ZeRO 1 or 2, of which there is one copy, from averaging each gradient over that copy: a
-    division and a collective for each parameter."""
-    engine.optimizer.average_tensor = lambda *_: None
+    division and a collective for each parameter; and from copying all gradients into one tensor before, which would
+    hold those of a group until the last one's step."""
+    optimizer = engine.optimizer
+
+    def keep(parameter: nn.Parameter, *_: Any) -> None:
+        if parameter.grad is not None and parameter.numel() <= optimizer.reduce_bucket_size:
+            parameter.grad.data = (
+                parameter.grad.data.clone()
+            )  # it was copied to the bucket, for the next one to follow
+
+    optimizer.average_tensor = lambda *_: None
+    optimizer.copy_grads_in_partition = keep
 
 
 def with_norm_in_one_pass(engine: Any) -> None:
     """Has an engine with ZeRO 1 or 2, without tensor parallelism and with its optimizer on the device, read the
-    gradients once before a step, for their norm. By itself it looks for infinities first, which the norm shows as
-    well, and then copies each gradient into float64: 22 bytes a parameter instead of 2, and eight times as many
-    kernels. The norm is in float32; one that is not finite skips the step as before."""
+    gradients once before a step, for their norm, and clip them without a wait. By itself it looks for infinities
+    first, which the norm shows as well, and then copies each gradient into float64: 22 bytes a parameter instead of
+    2, and eight times as many kernels; and it waits for the norm again in each group. The norm is in float32; one
+    that is not finite skips the step as before."""
     optimizer = engine.optimizer
 
-    def norm(gradients: Sequence[Tensor], *_: Any) -> Tensor:
-        own = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+    def norm() -> Tensor:
+        gradients = [each for group in optimizer.averaged_gradients.values() for each in group]
+        own = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients if not _padding(each)]
         total = torch.stack(own).square().sum() if own else torch.zeros((), device=engine.device)
         distributed.all_reduce(total, group=optimizer.dp_process_group)
         return total.sqrt()
 
+    def clip(gradients: Sequence[Tensor], total: Tensor) -> None:
+        for gradient in gradients:
+            gradient.mul_(1 / ((total + 1e-6) / optimizer.clip_grad).clamp(min=1))
+
     optimizer.check_overflow = lambda *_, **__: None
-    optimizer.get_grad_norm_direct = norm
+    optimizer.scaled_global_norm = norm
+    optimizer.unscale_and_clip_grads = clip
+
+
+def _padding(gradient: Tensor) -> bool:
+    return getattr(gradient, "_zero_padding", False)
 
 
 def without_comparison_of_batches(engine: Any) -> None:

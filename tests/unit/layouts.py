@@ -10,6 +10,7 @@ from orchestrator.algorithms.contract import KLConfig
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.learner import module as trained
 from quartet.learner.ema import local_share
 from quartet.models.distribution import Distribution
 from quartet.ranks.ranks import Ranks
@@ -21,6 +22,8 @@ from tests.learner_batches import CriticBatch, PolicyBatch, logprob_rows, train_
 from tests.unit.rows import grouped, marks, noise, pairs
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
+GROUP = 2000
+"""Most parameters of a group of the optimizer, of which small models have several."""
 Result = dict[str, Any]
 Weights = dict[str, np.ndarray]
 
@@ -30,6 +33,7 @@ class Bench:
 
     def __init__(self, policy: Path, reward: Path, ranks: Ranks) -> None:
         self._policy, self._reward, self._ranks = str(policy), str(reward), ranks
+        trained.GROUP_ELEMENTS = GROUP  # type: ignore[attr-defined]
 
     def policy(
         self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False, shared: bool = False

@@ -11,6 +11,7 @@ from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config import learner
 from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.learner import module
 from quartet.models.distribution import Distribution
 from quartet.models.tiles import TILE_ELEMENTS
 from quartet.ranks.ranks import Ranks
@@ -22,6 +23,8 @@ SMALL_TILE = 1 << 20
 """Elements of a tile that small models have several of."""
 SMALL_BUCKET = 100_000
 """Elements of a bucket of gradients that small models fill."""
+SMALL_GROUP = 1_000_000
+"""Parameters of one rank in a group of the optimizer, of which small models have several."""
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 
 
@@ -43,6 +46,7 @@ class MemoryBench:
     def __init__(self, model: Path, ranks: Ranks) -> None:
         self._model, self._ranks = str(model), ranks
         learner.REDUCE_ELEMENTS = SMALL_BUCKET
+        module.GROUP_ELEMENTS = SMALL_GROUP  # type: ignore[attr-defined]
         for device in TILE_ELEMENTS:
             TILE_ELEMENTS[device] = SMALL_TILE
 

@@ -11,7 +11,8 @@ import torch
 
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
-from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.config.learner import GROUP_ELEMENTS, OptimizerConfig, PolicyConfig
+from quartet.learner import module
 from quartet.models import tiles
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
@@ -74,11 +75,15 @@ def test_a_policys_step_waits_once_however_many_micro_batches_it_has(
     )
 
 
-def test_a_step_with_zero_waits_twice_more(folder: Path) -> None:
-    """DeepSpeed reads the norm: whether it is finite, before the step and before clipping."""
+@pytest.mark.parametrize("most", [GROUP_ELEMENTS, 2000])
+def test_a_step_with_zero_waits_once_more_however_many_groups_it_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """DeepSpeed reads before the step whether the norm is finite."""
+    monkeypatch.setattr(module, "GROUP_ELEMENTS", most)
     options = {"packing": True, "dtype": "bfloat16", "zero_stage": 1}
     one, many = (of_training(folder, WHOLE, {}, **options, micro_batch_tokens=tokens) for tokens in MICRO_BATCHES)
-    assert one == many == {"tolist": 1, "_local_scalar_dense": 3}
+    assert one == many == {"tolist": 1, "_local_scalar_dense": 2}
 
 
 @pytest.mark.parametrize("packing", [False, True])

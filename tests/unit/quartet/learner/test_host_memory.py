@@ -15,7 +15,7 @@ from quartet.learner.host_memory import copied_bytes, held_bytes
 from quartet.learner.memory import kept_bytes, learner_bytes
 from quartet.models.size import BYTES, ModelSize
 from quartet.models.tiles import TILE_ELEMENTS
-from tests.unit.memory_bench import OPTIMIZER, SMALL_BUCKET, SMALL_TILE, Held, MemoryBench
+from tests.unit.memory_bench import OPTIMIZER, SMALL_BUCKET, SMALL_GROUP, SMALL_TILE, Held, MemoryBench
 from tests.unit.rank_processes import SpawnedRank, spawned
 
 pytestmark = pytest.mark.processes
@@ -58,6 +58,7 @@ async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes that the ranks use. On a CPU nothing is pinned, thus nothing rounded."""
     monkeypatch.setattr(memory, "REDUCE_ELEMENTS", SMALL_BUCKET)
+    monkeypatch.setattr(memory, "GROUP_ELEMENTS", SMALL_GROUP)
     monkeypatch.setattr(host_memory, "pinned", lambda size: size)
     for device in TILE_ELEMENTS:
         monkeypatch.setitem(TILE_ELEMENTS, device, SMALL_TILE)

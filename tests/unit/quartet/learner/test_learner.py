@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from quartet.config.learner import LearnerConfig, OptimizerConfig
+from quartet.learner import module
 from quartet.learner.learner import RankLearner
 from quartet.learner.optimizer import rate_factor
 from quartet.wire.errors import InvalidArgument
@@ -116,6 +117,35 @@ def test_a_minibatch_in_parts_is_the_same_step(policy_folder: Path, zero_stage: 
     for actual, wanted in zip(measured, expected, strict=True):
         assert actual == pytest.approx(wanted, abs=1e-6)
     assert float((weights(split.module) - weights(whole.module)).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_of_parameters_train_as_one_bit_for_bit(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, zero_stage: int
+) -> None:
+    """With clipping, weight decay and a schedule, of weights of 24, 8, 8 and 1 numbers."""
+    of_one: dict[str, Any] = {}
+    several: dict[str, Any] = {}
+    for trained, most, count in ((of_one, 100, 1), (several, 9, 3)):
+        monkeypatch.setattr(module, "GROUP_ELEMENTS", most)
+        learner = make_learner(policy_folder, zero_stage=zero_stage, dtype=dtype)
+        cast = next(learner.module.parameters()).dtype
+        steps = [[(x.to(cast), target) for x, target in parts(batch, 2, 4)] for batch in batches(3)]
+        trained["metrics"] = train(learner, steps)
+        optimizer = learner._engine.optimizer
+        assert len(optimizer.param_groups) == count
+        trained["weights"] = weights(learner.module)
+        trained["masters"] = _without_padding(optimizer, optimizer.single_partition_of_fp32_groups)
+        moments = [optimizer.optimizer.state[master] for master in optimizer.single_partition_of_fp32_groups]
+        for name in ("exp_avg", "exp_avg_sq"):
+            trained[name] = _without_padding(optimizer, [state[name] for state in moments])
+    assert of_one.pop("metrics") == several.pop("metrics")
+    assert all(torch.equal(of_one[name], several[name]) for name in of_one)
+
+
+def _without_padding(optimizer: Any, tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(optimizer._get_groups_without_padding(tensors)).detach()
 
 
 def test_metrics_are_summed_and_maxima_kept(policy_folder: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
-from quartet.learner import memory
+from quartet.learner import memory, module
 from quartet.learner.memory import learner_bytes
 from quartet.models.compiled import compile_layers
 from quartet.models.distribution import Distribution
@@ -152,3 +152,24 @@ def test_where_the_optimizers_step_needs_most(fields: dict[str, Any], policy: bo
     if section.zero_stage:
         assert memory._pass(section, size, logits=policy) < memory._step(section, size)
     assert learner_bytes(section, size, logits=policy) == pytest.approx(allocated(update, before), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "bytes_each", "policy"),
+    [
+        # A copy of the largest group's gradient, which is a weight of 1 Mi: 6 bytes of each of its numbers.
+        (BF16, 16 + 6 / 8, False),
+        # The gradients of the last pass, beside those of the passes before.
+        ({"dtype": "bfloat16", "zero_stage": 2}, 18, True),
+    ],
+)
+def test_a_step_by_groups_copies_the_gradient_of_one(
+    fields: dict[str, Any], bytes_each: float, policy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in (memory, module):
+        monkeypatch.setattr(room, "GROUP_ELEMENTS", 1 << 20)
+    config, before = described(hidden_size=512, num_hidden_layers=4, vocab_size=2048), Allocations().now
+    section, update = trainer_of(tmp_path, config, policy=policy, tokens=64, **fields)
+    size, peak = ModelSize.of(config), allocated(update, before)
+    assert learner_bytes(section, size, logits=policy) == pytest.approx(peak, rel=0.05)
+    assert peak / (size if policy else size.body).parameters == pytest.approx(bytes_each, rel=0.01)

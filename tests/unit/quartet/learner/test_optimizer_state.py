@@ -9,6 +9,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
 from quartet.config.base import ConfigError
 from quartet.config.learner import LearnerConfig
+from quartet.learner import module
 from quartet.learner.learner import RankLearner
 from tests.unit.quartet.learner.test_learner import batches, make_learner, parts, squared_error
 
@@ -21,6 +22,12 @@ LAYOUTS = [
     {"zero_stage": 2},
     pytest.param({"zero_stage": 1, "dtype": "bfloat16"}, marks=MORE),
 ]
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three groups of parameters that the optimizer steps one after the other."""
+    monkeypatch.setattr(module, "GROUP_ELEMENTS", 9)
 
 
 def cast(learner: RankLearner, batch: Any) -> list[Any]:

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.config.learner import GROUP_ELEMENTS, OptimizerConfig, PolicyConfig
+from quartet.learner import module
 from quartet.learner.learner import RankLearner
 from quartet.models.loading import load_causal
 from quartet.seams import deepspeed
@@ -22,8 +23,12 @@ UNREAD = {"empty", "empty_like", "detach"}
 
 @pytest.fixture(scope="module")
 def engine(policy_folder: Path) -> Any:
-    config = PolicyConfig(model=str(policy_folder), optimizer=OptimizerConfig(learning_rate=1e-3))
-    return RankLearner(load_causal(str(policy_folder), "float32"), config)._engine
+    return made(policy_folder)
+
+
+def made(folder: Path, **options: Any) -> Any:
+    config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-3), **options)
+    return RankLearner(load_causal(str(folder), config.dtype), config)._engine
 
 
 def test_the_engine_saves_by_what_it_was_given(engine: Any, tmp_path: Path) -> None:
@@ -62,19 +67,16 @@ def test_one_rank_without_zero_averages_nothing(engine: Any, monkeypatch: pytest
 @pytest.fixture(scope="module", params=[1, 2])
 def zero(request: pytest.FixtureRequest, policy_folder: Path) -> Any:
     """The engine of a single rank with ZeRO, in half precision."""
-    optimizer = OptimizerConfig(learning_rate=1e-3)
-    config = PolicyConfig(
-        model=str(policy_folder), optimizer=optimizer, dtype="bfloat16", zero_stage=request.param, packing=True
-    )
-    return RankLearner(load_causal(str(policy_folder), "bfloat16"), config)._engine
+    return made(policy_folder, dtype="bfloat16", zero_stage=request.param, packing=True)
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that operators read and write."""
+    """Counts operators, and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
+        self.count = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -82,6 +84,7 @@ class Moved(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in UNREAD or any(_views(given) for given in func._schema.returns):
             return result
+        self.count += 1
         for field, given in zip(func._schema.arguments, args, strict=False):
             written = field.alias_info is not None and field.alias_info.is_write
             read = func.overloadpacket.__name__ != "copy_" or not written
@@ -137,6 +140,31 @@ def test_zero_finds_the_norm_in_one_pass(zero: Any) -> None:
     count = sum(parameter.numel() for parameter in zero.module.parameters())
     # Norm 2, flat copy 4, fp32 copy 6, clipping 8, AdamW 32, weights 6.
     assert moved.bytes / count == pytest.approx(58, rel=0.02)
+
+
+def test_a_group_of_parameters_takes_few_kernels(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {}
+    for most in (GROUP_ELEMENTS, 2000):
+        monkeypatch.setattr(module, "GROUP_ELEMENTS", most)
+        engine = made(policy_folder, dtype="bfloat16", zero_stage=1)
+        for _ in range(2):
+            backward(engine)
+            with Moved() as moved:
+                engine.step()
+        counts[len(engine.optimizer.bit16_groups)] = moved.count
+    (one, fewest), (several, most) = counts.items()
+    assert one == 1
+    assert several > 5
+    # A flat copy, one in float32, five for the factor by which it is clipped, AdamW, its count, and the weights.
+    assert (most - fewest) / (several - 1) <= 13
+
+
+def test_gradients_of_one_number_are_kept_apart(policy_folder: Path) -> None:
+    """DeepSpeed copies what fits into a bucket of one number there."""
+    config = PolicyConfig(model=str(policy_folder), optimizer=OptimizerConfig(learning_rate=1e-3), zero_stage=1)
+    engine: Any = RankLearner(torch.nn.Linear(1, 1), config)._engine
+    engine.backward(engine(torch.tensor([[3.0]])).sum())
+    assert [float(each) for each in engine.optimizer.averaged_gradients[0] if each.any()] == [3, 1]
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
