@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from quartet.config.base import ConfigError
+from quartet.seams.torch import grow_segments
 
 Move = Callable[[torch.Tensor, torch.device], torch.Tensor]
 Cancel = Callable[[], None]
@@ -53,6 +54,8 @@ class Residence:
         self._cancel: Cancel = _nothing
         self._uses = 0
         self._on_device = False
+        if device.type == "cuda":
+            grow_segments()
         self._host: dict[nn.Parameter, torch.Tensor] = {}
         if not self.offloads:
             if not spread:

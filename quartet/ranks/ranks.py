@@ -10,6 +10,7 @@ from torch import distributed
 
 from quartet.models.device import default_device
 from quartet.seams.deepspeed import without_shared_memory_kernel
+from quartet.seams.torch import grow_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ def start_distributed(ranks: Ranks) -> None:
     cuda = default_device().type == "cuda"
     # Ray shows each process only its own GPU, so within the process it is always the first.
     os.environ.setdefault("LOCAL_RANK", "0")
-    if not cuda:
+    if cuda:
+        grow_segments()
+    else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 

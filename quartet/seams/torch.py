@@ -1,6 +1,7 @@
-"""Private names of torch: options of process groups, the permission to compute with AMX's tiles, the class of all
-dropouts, and a look at each operator. None has a public way."""
+"""Private names of torch: options of process groups, the permission to compute with AMX's tiles, how memory of a GPU
+is taken, the class of all dropouts, and a look at each operator. None has a public way but before torch's import."""
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -42,6 +43,17 @@ def allow_matrix_tiles() -> None:
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
+
+
+def grow_segments() -> None:
+    """Has torch take a GPU's memory in segments that grow, unless PYTORCH_ALLOC_CONF says how. By itself it takes
+    pieces of the size that is asked for, and keeps them: those freed by a pass are too small for a step's, so that
+    it holds the sum of both where other processes of the GPU need the rest.
+
+    Call it before the first tensor on the GPU. Neither vLLM's memory that sleeps nor torch's own handles for other
+    processes go with it: engines do without, and a push has memory of its own (weight_transfer/memory)."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def dropouts(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,8 +1,12 @@
 """The seam with torch. The permission for AMX's tiles: test_matrix_tiles.py; NCCL's groups need a GPU."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+import pytest
 import torch
 from torch import distributed, nn
 
@@ -15,6 +19,26 @@ def test_a_gloo_group_forms_beside_the_default_one_and_carries_bytes() -> None:
     group.broadcast([data], distributed.BroadcastOptions()).wait()
     assert data.tolist() == [0, 1, 2, 3, 4]
     assert not distributed.is_initialized() or group is not distributed.group.WORLD
+
+
+@pytest.mark.parametrize("given", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_environment_says_how_memory_is_taken(given: str) -> None:
+    """In a process of its own, as torch keeps the setting."""
+    lines = [
+        "import torch; from quartet.seams.torch import grow_segments; grow_segments()",
+        "print(torch._C._accelerator_getAllocatorSettings())",
+    ]
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    environment |= {given: "max_split_size_mb:64"} if given else {}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == (environment[given] if given else "expandable_segments:True")
 
 
 def test_every_kind_of_dropout_is_found() -> None:
