@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.gpu.models import shape
 from benchmarks.gpu.step import LOCK_STEP, WAYS, configured, models, peer_settings, set_way, sizes_that_fit, trl_gib
+from benchmarks.lent.stages import CARD_GIB, MORE_GIB, STAGES
 from orchestrator.commands.checks.preflight import preflight
 from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.memory import footprints, worst_phase
+from orchestrator.deployment.recomputation import decided
+from quartet.config.base import GIB
+from quartet.models.size import ModelSize
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,6 +41,27 @@ def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, way: s
     assert device == "cpu" or sum(shares) + shares[0] + run.policy.num_gpus <= 1  # two engines, and all others
 
 
+@pytest.mark.parametrize(
+    ("way", "colocate", "gib"), [(LOCK_STEP, False, 75), (LOCK_STEP, True, 71), ("two engines", False, 86)]
+)
+def test_a_step_of_a_large_model_on_a_card_of_80_gb(tmp_path: Path, way: str, colocate: bool, gib: float) -> None:
+    """The sums of memory, with activations recomputed; that of two engines needs a larger card."""
+    for part in ("policy", "reward"):
+        shape("1.5B").save_pretrained(tmp_path / part)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    raw = set_way(configured(tmp_path, batch=256, prompt=128, new=256, colocate=colocate), way)
+    raw["orchestrator"]["gpu_gib"] = 79
+    (tmp_path / "race.yaml").write_text(yaml.safe_dump(raw))
+    deployment = Deployment.load(tmp_path / "race.yaml", check_services=True)
+    sizes = {str(tmp_path / part): shape("1.5B") for part in ("policy", "reward")}
+    parts = footprints(decided(deployment, sizes), 79 * GIB, lambda folder: ModelSize.of(sizes[folder]))
+    phase, worst = worst_phase(parts)
+    assert round(sum(part.during(phase) for part in worst) / GIB) == gib
+    gates = [stage.gib for stage in STAGES if stage.module == "benchmarks.gpu.step" and "1.5B" in stage.gpu]
+    assert min(gates) == CARD_GIB
+    assert gib < (MORE_GIB if way == "two engines" else CARD_GIB)
+
+
 def test_the_peer_takes_the_largest_batch_that_fits_by_arithmetic() -> None:
     by_hand = 16 * 1_543_714_304 + 3 * 4 * 192 * 256 * 151_936 + 4 * 192 * 384 * 28 * 256
     assert trl_gib("1.5B", 192, 1, 384, 256) == pytest.approx(by_hand / 2**30)
@@ -42,7 +69,7 @@ def test_the_peer_takes_the_largest_batch_that_fits_by_arithmetic() -> None:
     assert h200[:2] == [{"batch": 192, "micro": 24}, {"batch": 128, "micro": 16}]
     assert sizes_that_fit("0.5B", 256, 384, 256, 139.8)[0]["batch"] == 256
     assert sizes_that_fit("0.5B", 256, 384, 256, 79.2)[0] == {"batch": 128, "micro": 16}
-    assert sizes_that_fit("1.5B", 256, 384, 256, 79.2)[0]["batch"] == 64
+    assert sizes_that_fit("1.5B", 256, 384, 256, CARD_GIB)[0] == {"batch": 64, "micro": 8}
     assert sizes_that_fit("1.5B", 256, 384, 256, 24.0) == []
 
 
