@@ -10,8 +10,8 @@ from quartet.models.sequences import PairTensors, enough_tokens, length_batches,
 from quartet.wire.codec import Floats, Ints
 
 
-class Pair(Protocol):
-    """A prompt and its response."""
+class TokenPair(Protocol):
+    """A prompt and its response, as ids."""
 
     @property
     def prompt_ids(self) -> Ints:
@@ -39,7 +39,7 @@ class FrozenPasses:
     def run(
         self,
         compute: Callable[[PairTensors], Iterable[Floats]],
-        pairs: Sequence[Pair],
+        pairs: Sequence[TokenPair],
         turn_steps: Sequence[Ints | None] = (),
     ) -> list[Floats]:
         """Calls `compute` for each pass; returns the array that it gave for each pair.

@@ -7,7 +7,7 @@ from orchestrator.algorithms.registry import DEFAULT
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.prompts import Prompts
 from orchestrator.deployment.facts.derive import RESPONSE
-from orchestrator.deployment.facts.model import Model
+from orchestrator.deployment.facts.model import ModelOnDisk
 from quartet.config.base import ConfigError
 
 EVALUATED = 64
@@ -35,8 +35,8 @@ ADAPTERS, FASTER = {"rank": 16}, 10
 class Choices:
     """A user's models, prompts and machine, and the facts chosen for them."""
 
-    policy: Model
-    reward: Model | None
+    policy: ModelOnDisk
+    reward: ModelOnDisk | None
     """The reward model; None if a function or a service that runs scores."""
     prompts: Prompts
     machine: Machine

@@ -20,7 +20,7 @@ from orchestrator.commands.init.prompts import look_at
 from orchestrator.deployment.facts.derive import FUNCTION, TARGET
 from orchestrator.deployment.facts.facts import Facts
 from orchestrator.deployment.facts.hub import ID, Kind, Pinned
-from orchestrator.deployment.facts.model import Model
+from orchestrator.deployment.facts.model import ModelOnDisk
 from orchestrator.deployment.facts.read import derived
 from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
@@ -102,7 +102,7 @@ def _shortage(deployment: Deployment) -> str | None:
 def chosen(file: Path, wanted: Wanted, machine: Machine) -> Choices:
     """Reads models and prompts. ConfigError if a flag is wrong."""
     pinned = Pinned.beside(file)
-    policy = Model.at(_place(pinned, wanted.model, "model", "--model"), "--model")
+    policy = ModelOnDisk.at(_place(pinned, wanted.model, "model", "--model"), "--model")
     try:
         tokenizer = load_tokenizer(policy.folder)
     except ConfigError as error:
@@ -163,14 +163,14 @@ def _yaml(value: Any) -> str:
     return line.removesuffix("...\n").strip()
 
 
-def _reward_model(reward: str, expected: str) -> Model | None:
+def _reward_model(reward: str, expected: str) -> ModelOnDisk | None:
     """The model that scores; None if a function or another service does."""
     if TARGET.fullmatch(reward):
         return None
     if not Path(reward).is_dir() and FUNCTION.fullmatch(reward):
         load_function(reward, "--reward", asynchronous=True)
         return None
-    model = Model.at(reward, "--reward")
+    model = ModelOnDisk.at(reward, "--reward")
     if model.config.num_labels != 1:
         raise ConfigError(
             f"--reward: {reward} gives {model.config.num_labels} numbers to a text; it should be a sequence "

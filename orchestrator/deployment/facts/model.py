@@ -17,7 +17,7 @@ OTHER_REWARDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelOnDisk:
     """The properties of a model that a file depends on."""
 
     folder: str

@@ -120,6 +120,6 @@ def _within(value: Any, field: str, pinned: Pinned) -> Any:
 @functools.cache
 def _model_at(folder: str, field: str) -> Model:
     # Imported here because it loads torch, which takes seconds that an error in the facts need not wait for.
-    from orchestrator.deployment.facts.model import Model as OnDisk
+    from orchestrator.deployment.facts.model import ModelOnDisk
 
-    return OnDisk.at(folder, field)
+    return ModelOnDisk.at(folder, field)

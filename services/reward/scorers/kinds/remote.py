@@ -23,7 +23,7 @@ class Identity(NamedTuple):
     """Names of its scores; empty if it gives one."""
 
 
-class Scored(NamedTuple):
+class RemoteScores(NamedTuple):
     """The results of all pairs of a call."""
 
     hash: str
@@ -37,7 +37,7 @@ class Service(Protocol):
     async def identity(self) -> Identity:
         """Asks who the scorer is. ServiceError if it does not say."""
 
-    async def scored(self, pairs: Sequence[Pair], seconds: float) -> Scored:
+    async def scored(self, pairs: Sequence[Pair], seconds: float) -> RemoteScores:
         """The results of all pairs within so many seconds, of which each pair may take most.
 
         Raises:
@@ -63,7 +63,7 @@ class OverGrpc:
             identity = (await client.info(INFO_S)).identity
         return Identity(identity.name, identity.model_hash, tuple(identity.names))
 
-    async def scored(self, pairs: Sequence[Pair], seconds: float) -> Scored:
+    async def scored(self, pairs: Sequence[Pair], seconds: float) -> RemoteScores:
         """The results of all pairs."""
         if self._client is None:
             self._client = self._opened()
@@ -79,7 +79,7 @@ class OverGrpc:
             prompts, responses = [pair.prompt for pair in pairs], [pair.response for pair in pairs]
             scores = await self._client.score_texts(prompts, responses, **known)
         rows = [{name: float(column[row]) for name, column in scores.columns.items()} for row in range(len(pairs))]
-        return Scored(scores.model_hash, [scores.unscored.get(row) or each for row, each in enumerate(rows)])
+        return RemoteScores(scores.model_hash, [scores.unscored.get(row) or each for row, each in enumerate(rows)])
 
 
 class Remote:

@@ -26,7 +26,7 @@ from quartet.wire.pairs import LEAST_S, SCORE, Pair
 from quartet.wire.splitting import in_parts
 from services.reward.http_fields import OUTCOMES, ModelList, Result, RewardsAnswer
 from services.reward.scorers.kinds.exchange import BUSY, Exchanged, TooLongError, client, exchange
-from services.reward.scorers.kinds.remote import INFO_S, Identity, Scored
+from services.reward.scorers.kinds.remote import INFO_S, Identity, RemoteScores
 
 _MOST_BYTES = 1 << 20
 _MOST_PAIR_BYTES = 1 << 14
@@ -61,7 +61,7 @@ class OverHttp:
             raise Unavailable(f"scorer {name} has not started yet")
         return Identity(card.scorer, card.model_hash, () if card.scores == [SCORE] else tuple(card.scores))
 
-    async def scored(self, pairs: Sequence[Pair], seconds: float) -> Scored:
+    async def scored(self, pairs: Sequence[Pair], seconds: float) -> RemoteScores:
         """The results of all pairs."""
         if self._client is None:
             self._client = self._opened()
@@ -70,7 +70,7 @@ class OverHttp:
         talks, groups = all(pair.messages for pair in pairs), all(pair.group is not None for pair in pairs)
         rows = [_pair(pair, talks=talks, group=groups) for pair in pairs]
 
-        async def part(some: range) -> Scored:
+        async def part(some: range) -> RemoteScores:
             body = {
                 "scorer": self._options["scorer"],
                 "pairs": rows[some.start : some.stop],
@@ -78,13 +78,13 @@ class OverHttp:
             }
             most = _MOST_BYTES + len(some) * _MOST_PAIR_BYTES
             answer = _read(RewardsAnswer, await self._answered(asked, "POST", "/v1/rewards", body, deadline, most))
-            return Scored(answer.scorer.model_hash, [*map(_result, _of(answer, len(some)))])
+            return RemoteScores(answer.scorer.model_hash, [*map(_result, _of(answer, len(some)))])
 
         # A token has three bytes or more.
         parts = await in_parts([len(json.dumps(row)) // 3 for row in rows], part)
         if len({each.hash for each in parts}) > 1:
             raise InvalidReply("parts of one call were scored by several scorers")
-        return Scored(parts[0].hash, [*chain.from_iterable(each.results for each in parts)])
+        return RemoteScores(parts[0].hash, [*chain.from_iterable(each.results for each in parts)])
 
     async def _answered(
         self,
