@@ -273,7 +273,7 @@ def test_options_of_serve_are_those_of_its_schema() -> None:
         ({"prompts": 3}, "prompts: should be a mapping of fields to values, got 3"),
         ({"prompts": {"path": "p", "inputkey": "x"}}, "prompts.inputkey: unknown field; known: "),
         ({"reward": 3}, "reward: should be text, got 3"),
-        ({"reward": {"kind": "oracle"}}, "services.reward.scorer.kind: should be one of "),
+        ({"reward": {"kind": "oracle"}}, "reward.kind: should be one of "),
         ({"algorithm": {"kind": "ppo"}}, "algorithm.learning_rate: required"),
         ({"algorithm": {"kind": "grow", "learning_rate": 1.0}}, "algorithm.kind: should be one of 'ppo', 'rloo', "),
         ({"algorithm": {"kind": "ppo", "learning_rate": 1.0, "klc": 1}}, "algorithm.klc: unknown field; known: "),
