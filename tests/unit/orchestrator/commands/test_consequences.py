@@ -15,7 +15,7 @@ from orchestrator.commands.up import consequences
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.file import Deployment
-from orchestrator.deployment.redeployment import scalable
+from orchestrator.deployment.redeployment import kept, scalable
 from quartet.config.base import ConfigError
 from quartet.security import local
 from quartet.wire.errors import DeadlineExceeded, Unavailable
@@ -93,6 +93,21 @@ def test_ports_that_serve_would_keep_are_refused(deployment: Deployment, monkeyp
     assert consequences(HEAD, deployment) == ([refused], [])
     monkeypatch.setattr(cluster, "serve", lambda ray: {"grpc_options": None, "applications": {}})  # nothing deployed
     assert consequences(HEAD, deployment) == ([], [])
+
+
+def test_a_port_may_have_more_services_than_the_file_and_not_fewer(deployment: Deployment) -> None:
+    """As with another algorithm, that has no critic."""
+    port: dict[str, Any] = deployment.raw["grpc_options"]
+    *functions, health = port["grpc_servicer_functions"]
+    critic = "protos.critic_pb2_grpc.add_CriticServicer_to_server"
+    has = {"grpc_options": {"grpc_servicer_functions": [*functions, health]}}
+    port["grpc_servicer_functions"] = [each for each in functions if each != critic]
+    assert kept(has, deployment.raw) == []
+    del has["grpc_options"]["grpc_servicer_functions"][functions.index(critic)]
+    port["grpc_servicer_functions"] = [*functions, health]
+    assert kept(has, deployment.raw) == [
+        f"grpc_options.grpc_servicer_functions: Serve runs without {critic} and keeps it so; `quartet down` first"
+    ]
 
 
 @pytest.mark.parametrize("port", [19000, 19500])
