@@ -28,12 +28,13 @@ def _without_secrets(name: str, value: Any) -> Any:
 
 
 def _gaps(value: Any, where: str) -> Iterator[str]:
-    entries: Mapping[Any, Any] = {}
+    entries: list[tuple[Any, Any]] = []
     if isinstance(value, Mapping):
-        entries = value
+        entries = [*value.items()]
     elif isinstance(value, list):
-        entries = {inner.get("name", i) if isinstance(inner, Mapping) else i: inner for i, inner in enumerate(value)}
+        # A name may be anything, and given twice, in a file that is yet to be checked.
+        entries = [(each.get("name", i) if isinstance(each, Mapping) else i, each) for i, each in enumerate(value)]
     elif value == HIDDEN:
         yield where
-    for name, inner in entries.items():
+    for name, inner in entries:
         yield from _gaps(inner, f"{where}.{name}".lstrip("."))

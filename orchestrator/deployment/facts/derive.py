@@ -435,6 +435,7 @@ _NAMES = (
     (r"orchestrator\.sampling\.max_new_tokens\b", "max_new_tokens"),
     (r"orchestrator\.(gpu_gib|host_gib)\b", r"machine.\1"),
     (r"orchestrator\.(name|seed|steps|batch_size|environment)\b", r"\1"),
+    (r"(?m)^orchestrator: (?=batch_size\b)", ""),
     (r"(?<![\w.])grpc_options\.port\b", "port"),
     (r"(?<![\w.])http_options\.port\b", "http_port"),
 )

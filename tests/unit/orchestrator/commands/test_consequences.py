@@ -96,7 +96,7 @@ def test_ports_that_serve_would_keep_are_refused(deployment: Deployment, monkeyp
 
 
 def test_a_port_may_have_more_services_than_the_file_and_not_fewer(deployment: Deployment) -> None:
-    """As with another algorithm, that has no critic."""
+    """Another algorithm may have no critic."""
     port: dict[str, Any] = deployment.raw["grpc_options"]
     *functions, health = port["grpc_servicer_functions"]
     critic = "protos.critic_pb2_grpc.add_CriticServicer_to_server"

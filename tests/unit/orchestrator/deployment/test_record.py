@@ -1,6 +1,7 @@
 """The record of a deployment's file, which holds no secret."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -75,3 +76,11 @@ def test_a_kept_file_is_not_deployed_before_its_values_are_put_back(tmp_path: Pa
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(kept))
     with pytest.raises(ConfigError, match=r"orchestrator\.policy\.env_vars\.WANDB_API_KEY: not kept with the run"):
         Deployment.load(tmp_path / "config.yaml")
+
+
+def test_gaps_are_found_whatever_the_names_are() -> None:
+    hidden = {"env_vars": {"A": HIDDEN}}
+    names: list[Any] = [None, [], {"a": 1}, "x"]
+    for name in names:
+        entries = [{"name": name, **hidden}, {"name": name, **hidden}]
+        assert len(gaps({"applications": entries})) == 2

@@ -343,6 +343,10 @@ def test_checks_speak_of_facts(facts: dict[str, Any], tmp_path: Path) -> None:
     [
         ({"prompts": {"path": "none.jsonl"}}, "prompts.path: no such file or folder: none.jsonl"),
         ({"reward": "tests.scorers:none"}, "reward: 'tests.scorers:none' should be package.module:name, but cannot"),
+        (
+            {"algorithm": {"kind": "grpo", "learning_rate": 1e-4}, "batch_size": 9},
+            "batch_size (9) must be a multiple of algorithm.samples_per_prompt (8)",
+        ),
         ({"reward": "scorers"}, "reward: should be a model's folder, but scorers does not exist; or a function as "),
     ],
 )
