@@ -73,8 +73,13 @@ def down() -> None:
     if started is None:
         _say("`quartet up` has started nothing in this folder that still runs")
         return
+    ran = started.alive
     cluster.stop(started)
-    _say(f"stopped the Ray head at {started.address} and everything on it")
+    _say(
+        f"stopped the Ray head at {started.address} and everything on it"
+        if ran
+        else f"the Ray head at {started.address} had ended before; what it left is removed, but for its logs"
+    )
 
 
 @app.command()

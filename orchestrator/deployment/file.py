@@ -17,6 +17,7 @@ from orchestrator.deployment import applications, guarded
 from orchestrator.deployment.facts import scorers
 from orchestrator.deployment.facts.derive import stated
 from orchestrator.deployment.facts.read import derived, states_facts
+from orchestrator.deployment.listeners import PortError
 from orchestrator.deployment.names import clashes
 from orchestrator.deployment.record import gaps, record
 from quartet.config.base import LAST_PORT, Config, ConfigError, read_yaml
@@ -104,8 +105,8 @@ class ServicesFile:
         """Puts the messages of errors meanwhile in the words of the file."""
         try:
             yield
-        except ConfigError as error:
-            raise ConfigError(self.worded(str(error))) from None
+        except (ConfigError, PortError) as error:
+            raise type(error)(self.worded(str(error))) from None
 
     def placed(self) -> Iterator[Placed]:
         """The deployments of the services in `services`, but for those that only pass calls on to scorers."""

@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -192,6 +194,18 @@ def test_progress_bars_of_libraries_are_for_terminals(
     with pytest.raises(SystemExit):
         cli._carry_out()
     assert os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == expected
+
+
+@pytest.mark.parametrize(("alive", "said"), [(True, "stopped the Ray head"), (False, "had ended before")])
+def test_down_tells_a_head_that_runs_from_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, alive: bool, said: str
+) -> None:
+    head, stopped = SimpleNamespace(alive=alive, address="127.0.0.1:1"), list[Any]()
+    monkeypatch.setattr("orchestrator.deployment.cluster.last", lambda: head)
+    monkeypatch.setattr("orchestrator.deployment.cluster.stop", stopped.append)
+    done = CliRunner().invoke(app, ["down"])
+    assert (done.exit_code, stopped) == (0, [head])
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize("command", ["up", "train"])

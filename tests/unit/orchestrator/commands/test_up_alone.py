@@ -1,6 +1,7 @@
 """`quartet up` of services without a run: it waits until the port says that they are healthy."""
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.commands import up
 from orchestrator.deployment.file import ServicesFile, load_file
+from orchestrator.deployment.listeners import PortError
 from quartet.security.credentials import VARIABLE
 from quartet.wire.errors import Unavailable
 
@@ -46,6 +48,20 @@ async def served(server: grpc.aio.Server, health: Health, folder: Path) -> Servi
     path = folder / "alone.yaml"
     path.write_text(yaml.safe_dump({"scorers": {"rules": "tests.scorers:count"}, "port": port}))
     return load_file(path)
+
+
+def test_a_port_that_is_taken_is_named_as_the_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        (tmp_path / "alone.yaml").write_text(
+            yaml.safe_dump({"scorers": {"rules": "tests.scorers:count"}, "port": port})
+        )
+        with pytest.raises(PortError, match=f"^port: {port} cannot be used: .*; choose another$"):
+            up.up(Path("alone.yaml"), 1, print)
+    assert not (tmp_path / ".quartet").exists()
 
 
 async def test_an_application_that_is_not_healthy_yet_is_waited_for(server: Any, tmp_path: Path) -> None:
