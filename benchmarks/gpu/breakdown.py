@@ -70,7 +70,7 @@ def covered(kernels: Iterable[Kernel]) -> float:
 
 def recorded(step: Callable[[], object], where: torch.device) -> list[Kernel]:
     """Carries out a step under the profiler: its kernels on a GPU, or its operations on a CPU, each with the time in
-    which none that it called ran."""
+    which none that it called ran. RuntimeError if the profiler saw none, as where it may not look at a GPU."""
     gpu = where.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as seen:
         step()
@@ -81,4 +81,6 @@ def recorded(step: Callable[[], object], where: torch.device) -> list[Kernel]:
             continue
         took = event.time_range.elapsed_us() if gpu else event.self_cpu_time_total
         kernels.append(Kernel(event.name, event.time_range.start / 1e6, (event.time_range.start + took) / 1e6))
+    if not kernels:
+        raise RuntimeError("torch's profiler saw no kernel")
     return kernels

@@ -13,8 +13,10 @@ is a Python with TRL in it; by default this one (`pip install --no-deps trl==1.1
 datasets). All responses have `--new` tokens.
 
 Quartet goes in lock-step. Other ways are `ahead`, where the next batch is sampled while one trains
-(`loop.max_staleness: 1`), and `two engines`, where a second rollout replica joins, since a decode step of many
-responses takes an engine's processor longer than the GPU. The ways asked for take turns on the same services.
+(`loop.max_staleness: 1`); `two engines`, where a second rollout replica joins, since a decode step of many
+responses takes an engine's processor longer than the GPU; and `sampled log-probs`, without the policy's own pass
+before the update (`algorithm.old_logprobs: rollout`): TRL has none either, as it keeps the log-probs of its
+generation. The ways asked for take turns on the same services.
 """
 
 import json
@@ -47,7 +49,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy" / "ppo-1gpu.yaml"
 MINIBATCHES = 4
 RATE = 1e-7
 LOCK_STEP = "lock-step"
-WAYS = (LOCK_STEP, "ahead", "two engines")
+SAMPLED = "sampled log-probs"
+WAYS = (LOCK_STEP, "ahead", "two engines", SAMPLED)
 SHARE = 0.9
 """Most of a GPU's memory that a sum of TRL's may take: it is one by arithmetic."""
 
@@ -103,6 +106,7 @@ def _in_turn(
 def set_way(raw: dict[str, Any], way: str) -> dict[str, Any]:
     """The file, changed so that it runs in this way."""
     raw["orchestrator"]["loop"]["max_staleness"] = int(way == "ahead")
+    raw["orchestrator"]["algorithm"]["old_logprobs"] = "rollout" if way == SAMPLED else "learner"
     [rollout] = [application for application in raw["applications"] if application["name"] == "rollout"]
     replicas = 1 + (way == "two engines")
     rollout["deployments"][0]["autoscaling_config"] = {"min_replicas": replicas, "max_replicas": replicas}

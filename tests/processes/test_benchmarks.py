@@ -27,7 +27,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "gpu.service": (
         *("--size", "tiny", "--device", "cpu", "--prompts", "4", "--prompt", "16", "--new", "16", "--rounds", "1"),
     ),
-    "gpu.step": (*TINY, *SMALL_STEP, "--ways", "lock-step;ahead;two engines", "--peer", TRL),
+    "gpu.step": (*TINY, *SMALL_STEP, "--ways", "lock-step;ahead;two engines;sampled log-probs", "--peer", TRL),
     "gpu.training": (*TINY, "--tokens", "512", "--length", "64"),
     "groups": (
         "--rounds",

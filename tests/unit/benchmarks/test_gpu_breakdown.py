@@ -67,6 +67,11 @@ def test_a_step_that_launches_nothing_is_not_busy() -> None:
     assert breakdown([], 1.0)["busy_percent"] == 0.0
 
 
+def test_a_profiler_that_sees_nothing_gives_no_figures() -> None:
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        recorded(lambda: None, torch.device("cpu"))
+
+
 def test_a_step_on_a_cpu_gives_its_operations() -> None:
     weight = torch.randn(32, 32, requires_grad=True)
 

@@ -9,7 +9,17 @@ import pytest
 import yaml
 
 from benchmarks.gpu.models import shape
-from benchmarks.gpu.step import LOCK_STEP, WAYS, configured, models, peer_settings, set_way, sizes_that_fit, trl_gib
+from benchmarks.gpu.step import (
+    LOCK_STEP,
+    SAMPLED,
+    WAYS,
+    configured,
+    models,
+    peer_settings,
+    set_way,
+    sizes_that_fit,
+    trl_gib,
+)
 from benchmarks.lent.stages import CARD_GIB, MORE_GIB, STAGES
 from orchestrator.commands.checks.preflight import preflight
 from orchestrator.deployment.file import Deployment
@@ -37,6 +47,7 @@ def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, way: s
     assert run.algorithm.epochs == theirs["epochs"]
     assert run.policy.dtype == theirs["weights"]
     assert run.loop.max_staleness == (way == "ahead")
+    assert run.algorithm.needs_old_logprobs(8) == (way != SAMPLED)
     shares = [app["deployments"][0]["ray_actor_options"].get("num_gpus", 0) for app in raw["applications"]]
     assert device == "cpu" or sum(shares) + shares[0] + run.policy.num_gpus <= 1  # two engines, and all others
 
