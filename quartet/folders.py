@@ -13,21 +13,28 @@ MARKER = ".quartet"
 
 
 def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder beside its place, then moves it there. If `write` fails, `target` stays as it was.
+    """Writes a folder beside its place, then moves it there. If `write` fails, `target` stays as it was. Where a link
+    leads to a folder, that folder is replaced.
 
     Raises:
         InvalidArgument: the folder cannot be made.
     """
-    aside = target.with_name(f".{target.name}.writing")
+    target = target.resolve()
+    aside, before = (target.with_name(f".{target.name}.{state}") for state in ("writing", "replaced"))
+    if before.exists() and not target.exists():
+        rename(before, target)  # a process was killed between the two renames below
     remove(aside)
+    remove(before)
     make(aside, target)
     try:
         write(aside)
     except BaseException:
         remove(aside)
         raise
-    remove(target)
+    if target.exists():
+        rename(target, before)
     rename(aside, target)
+    remove(before)
 
 
 def replace_model(target: Path, write: Callable[[Path], None], owner: str) -> None:

@@ -1,9 +1,12 @@
 """Folders and files that appear complete or not at all."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from quartet import folders
 from quartet.folders import replace_file, replace_folder, replace_model, write_private
 from quartet.wire.errors import InvalidArgument
 
@@ -20,6 +23,52 @@ def test_a_folder_whose_writing_fails_stays_as_it_was(tmp_path: Path) -> None:
         replace_folder(target, fail)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert [path.name for path in target.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_process_that_is_killed_while_it_replaces_a_folder_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Killed before one of the steps after the writing: two renames, and the removal of what was replaced."""
+    target = tmp_path / "model"
+    replace_folder(target, lambda aside: (aside / "old").touch())
+    left: list[int] = []
+
+    def killed_before(step: Callable[..., None]) -> Callable[..., None]:
+        def run(*paths: Path) -> None:
+            if left and not left[0]:
+                raise SystemExit
+            if left:
+                left[0] -= 1
+            step(*paths)
+
+        return run
+
+    def begin(aside: Path) -> None:
+        (aside / "new").touch()
+        left.append(steps)
+
+    with monkeypatch.context() as patched:
+        for step in ("rename", "remove"):
+            patched.setattr(folders, step, killed_before(getattr(folders, step)))
+        with nullcontext() if steps == 3 else pytest.raises(SystemExit):
+            replace_folder(target, begin)
+
+    def fail(_: Path) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        replace_folder(target, fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in target.iterdir()] == ["old" if steps < 2 else "new"]
+
+
+def test_where_a_link_leads_the_folder_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "disk")
+    replace_folder(tmp_path / "model", lambda aside: (aside / "a").touch())
+    assert (tmp_path / "model").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["a"]
 
 
 def test_a_file_is_not_written_through_a_link_that_lies_in_the_way(tmp_path: Path) -> None:
