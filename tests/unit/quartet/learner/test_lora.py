@@ -12,6 +12,7 @@ from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
+from quartet.learner import module
 from quartet.learner.lora import add_adapters, weights_of
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
@@ -19,7 +20,7 @@ from quartet.ranks.ranks import Ranks
 from tests.learner_batches import logprob_rows
 from tests.models import make_policy
 from tests.plain import furthest
-from tests.unit.layouts import Bench
+from tests.unit.layouts import GROUP, Bench
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
 
 RANK = 3
@@ -57,8 +58,9 @@ def test_adapters_where_they_are_asked_for(policy_folder: Path) -> None:
 
 
 def test_the_saved_policy_is_the_trained_one_and_differs_by_matrices_of_low_rank(
-    policy_folder: Path, tmp_path: Path
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "GROUP_ELEMENTS", GROUP)  # as the bench has it, and afterwards as it was
     bench = Bench(policy_folder, policy_folder, Ranks())
     actual = bench.policy({"lora": LORA})
     assert furthest(actual["after"], actual["before"]) > 0.1
