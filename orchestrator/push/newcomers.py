@@ -217,7 +217,10 @@ class _Desk:
         except TimeoutError:
             waited_s, self._start_s = self._start_s, 2 * self._start_s
             self._end()
-            raise Unavailable(f"the registry of rollout replicas did not start within {waited_s:g} s") from None
+            raise Unavailable(
+                f"the registry of rollout replicas did not start within {waited_s:g} s; if a signal has stopped its "
+                "process, ray::Registry, end that"
+            ) from None
         self._start_s = START_S
 
     def _end(self) -> None:

@@ -18,6 +18,7 @@ import pytest
 import ray
 import yaml
 
+from orchestrator.commands.halted import ending_halted
 from orchestrator.commands.up import consequences
 from orchestrator.deployment import serving
 from orchestrator.deployment.file import Deployment
@@ -251,12 +252,14 @@ async def test_a_newcomer_that_dies_while_it_joins_is_waited_for_until_ray_knows
 
 @pytest.mark.exhaustive  # the calls, without processes: tests/unit/orchestrator/push/test_newcomers.py
 async def test_a_frozen_registry_is_replaced_and_a_newcomer_joins_by_the_next(quartet: Quartet, loop: Loop) -> None:
-    """The newcomer applies to a process that does not answer, and waits without a deadline of its own."""
+    """The newcomer applies to a process that does not answer, and waits without a deadline of its own. That one is
+    ended as `quartet train` ends it: Ray does so only if its raylet was connected to it before."""
     frozen = named(quartet, "ray::Registry")
-    frozen.suspend()
-    psutil.Process(next(iter(rollouts(quartet).values()))).kill()
-    await loop.further(3)
-    await loop.reaching(2)
+    async with ending_halted(lambda: quartet.cluster):
+        frozen.suspend()
+        psutil.Process(next(iter(rollouts(quartet).values()))).kill()
+        await loop.further(3)
+        await loop.reaching(2)
     assert named(quartet, "ray::Registry").pid != frozen.pid
 
 
