@@ -32,9 +32,8 @@ def without_average(engine: Any) -> None:
 
     def keep(parameter: nn.Parameter, *_: Any) -> None:
         if parameter.grad is not None and parameter.numel() <= optimizer.reduce_bucket_size:
-            parameter.grad.data = (
-                parameter.grad.data.clone()
-            )  # it was copied to the bucket, for the next one to follow
+            # It is in the bucket, which the next gradients overwrite.
+            parameter.grad.data = parameter.grad.data.clone()
 
     optimizer.average_tensor = lambda *_: None
     optimizer.copy_grads_in_partition = keep

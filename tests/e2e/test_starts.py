@@ -117,7 +117,7 @@ def test_where_nothing_runs_a_start_ends_at_once(quartet: Quartet, short: Run) -
     """Another folder, in which no head was started, and a port at which nothing listens."""
     raw = yaml.safe_load(short.config.read_text())
     [port] = free_ports(1)
-    raw["orchestrator"] |= {"target": f"127.0.0.1:{port}"}
+    raw["orchestrator"] |= {"target": f"127.0.0.1:{port}", "name": "nothing-runs"}
     raw["grpc_options"] = raw["grpc_options"] | {"port": port}
     folder = quartet.folder / "without-a-head"
     folder.mkdir()
