@@ -72,27 +72,28 @@ def changes(running: Mapping[str, Any], wanted: Sequence[Application]) -> list[C
 
 
 def kept(running: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
-    """Options of Serve's ports that the file changes though Serve keeps the old ones while it runs, a line each. A
-    port that has more services than the file asks for is none: it may do without the critic of the file before.
+    """Options of Serve's ports that the file changes though Serve keeps the old ones while it runs, a line each.
 
     Args:
         running: Serve's description of itself.
         raw: contents of the file.
     """
-    found = []
-    for section in ("http_options", "grpc_options"):
-        has = running.get(section) or {}
-        for key, value in (raw.get(section) or {}).items():
-            if key not in has or has[key] == value:
-                continue
-            if key != "grpc_servicer_functions":
-                kept = f"{shown(value)}, but Serve runs with {shown(has[key])} and keeps it"
-            elif lacking := [each for each in value if each not in has[key]]:
-                kept = f"Serve runs without {', '.join(lacking)} and keeps it so"
-            else:
-                continue
-            found.append(f"{section}.{key}: {kept}; `quartet down` first")
-    return found
+    return [
+        f"{section}.{key}: {difference}; `quartet down` first"
+        for section in ("http_options", "grpc_options")
+        for has in [running.get(section) or {}]
+        for key, value in (raw.get(section) or {}).items()
+        if key in has and (difference := _difference(key, has[key], value))
+    ]
+
+
+def _difference(key: str, has: Any, value: Any) -> str:
+    """In what a port's option differs from the file's; empty if it does for the file. A port with more services than
+    the file asks for does: the file before may have had a critic."""
+    if key != "grpc_servicer_functions":
+        return "" if has == value else f"{shown(value)}, but Serve runs with {shown(has)} and keeps it"
+    lacking = [each for each in value if each not in has]
+    return f"Serve runs without {', '.join(lacking)} and keeps it so" if lacking else ""
 
 
 def _changes(name: str, described: Mapping[str, Any], deployed: Application, section: Application) -> list[Change]:
