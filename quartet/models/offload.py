@@ -55,7 +55,7 @@ class Residence:
         self._uses = 0
         self._on_device = False
         if device.type == "cuda":
-            grow_segments()
+            grow_segments(device)
         self._host: dict[nn.Parameter, torch.Tensor] = {}
         if not self.offloads:
             if not spread:

@@ -49,11 +49,12 @@ class Ranks:
 
 def start_distributed(ranks: Ranks) -> None:
     """Makes torch's default process group, nccl on GPUs and gloo elsewhere, and sets up DeepSpeed for it."""
-    cuda = default_device().type == "cuda"
+    device = default_device()
+    cuda = device.type == "cuda"
     # Ray shows each process only its own GPU, so within the process it is always the first.
     os.environ.setdefault("LOCAL_RANK", "0")
     if cuda:
-        grow_segments()
+        grow_segments(device)
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed

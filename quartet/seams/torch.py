@@ -1,6 +1,7 @@
 """Private names of torch: options of process groups, the permission to compute with AMX's tiles, how memory of a GPU
 is taken, the class of all dropouts, and a look at each operator. None has a public way but before torch's import."""
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 VERSIONS = ">=2.11,<2.14"
+log = logging.getLogger("quartet")
 
 
 def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
@@ -45,15 +47,22 @@ def allow_matrix_tiles() -> None:
         torch.cpu._init_amx()
 
 
-def grow_segments() -> None:
+def grow_segments(device: torch.device) -> None:
     """Has torch take a GPU's memory in segments that grow, unless PYTORCH_ALLOC_CONF says how. By itself it takes
     pieces of the size that is asked for, and keeps them: those freed by a pass are too small for a step's, so that
-    it holds the sum of both where other processes of the GPU need the rest.
+    it holds the sum of both where other processes of the GPU need the rest. A machine that has no such segments, as
+    some virtual ones, refuses the first tensor: pieces are taken there.
 
     Call it before the first tensor on the GPU. Neither vLLM's memory that sleeps nor torch's own handles for other
     processes go with it: engines do without, and a push has memory of its own (weight_transfer/memory)."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        log.warning("%s has no memory that grows, and may be held longer than it is used: %s", device, error)
 
 
 def dropouts(model: nn.Module) -> Iterator[nn.Module]:

@@ -25,7 +25,7 @@ def test_a_gloo_group_forms_beside_the_default_one_and_carries_bytes() -> None:
 def test_segments_grow_unless_the_environment_says_how_memory_is_taken(given: str) -> None:
     """In a process of its own, as torch keeps the setting."""
     lines = [
-        "import torch; from quartet.seams.torch import grow_segments; grow_segments()",
+        "import torch; from quartet.seams.torch import grow_segments; grow_segments(torch.device('cpu'))",
         "print(torch._C._accelerator_getAllocatorSettings())",
     ]
     environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
@@ -39,6 +39,21 @@ def test_segments_grow_unless_the_environment_says_how_memory_is_taken(given: st
         timeout=120,
     )
     assert done.stdout.strip() == (environment[given] if given else "expandable_segments:True")
+
+
+def test_a_machine_that_refuses_segments_that_grow_gives_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[str] = []
+
+    def first_tensor(size: int, *, device: torch.device) -> None:
+        if settings[-1] == "expandable_segments:True":
+            raise RuntimeError("CUDA driver error: operation not supported")
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch, "empty", first_tensor)
+    seam.grow_segments(torch.device("cuda"))
+    assert settings == ["expandable_segments:True", "expandable_segments:False"]
 
 
 def test_every_kind_of_dropout_is_found() -> None:
