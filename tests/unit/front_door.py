@@ -79,9 +79,8 @@ async def front_door(
     port: Port,
     applications: Mapping[str, str] = APPLICATIONS,
     clock: Callable[[], float] = time.monotonic,
-    kind: Callable[[ProxyRouter], Replicas] = Replicas,
 ) -> AsyncIterator[tuple[str, Replicas]]:
-    """Target and replicas of a server that Serve's own function starts. `kind` makes the replicas."""
+    """Target and replicas of a server that Serve's own function starts."""
     from ray.serve._private import default_impl
 
     from quartet.serving.door.port import open_port
@@ -90,7 +89,7 @@ async def front_door(
     router.update_routes(
         {DeploymentID(deployment, name): EndpointInfo(f"/{name}") for name, deployment in applications.items()}
     )
-    replicas, numbers = kind(router), []
+    replicas, numbers = Replicas(router), []
     before = default_impl.add_grpc_address
     default_impl.add_grpc_address = lambda server, _: numbers.append(open_port(server, 0, port, clock=clock))
     try:
