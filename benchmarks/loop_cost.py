@@ -29,6 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.emulated.silent import Silent
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptStream
@@ -60,7 +61,7 @@ MIB = 1 << 20
 console = Console(width=120)
 
 
-class Idle:
+class Idle(Silent):
     """The learner, the push, the log, the display and the checkpoints, which do nothing. The log notes the processor
     time of each step."""
 
@@ -99,34 +100,9 @@ class Idle:
     async def rest(self, at_most_s: float) -> None:
         """Releases nothing."""
 
-    async def first(self, state: Any) -> None:
-        """Writes no checkpoint."""
-
-    async def take_if_due(self, state: Any) -> None:
-        """Writes no checkpoint."""
-
-    def last_step(self) -> None:
-        """Returns None, as no checkpoint exists."""
-
-    def waited_s(self) -> float:
-        """Training never waits for one."""
-        return 0.0
-
     def write(self, step: int, metrics: Any) -> None:
         """Notes the processor time that this process has had."""
         self.spent.append(time.process_time())
-
-    def start(self, total_steps: int, done: int) -> None:
-        """Shows nothing."""
-
-    def step(self, step: int, metrics: Any, seconds_left: float) -> None:
-        """Shows nothing."""
-
-    async def pause(self) -> None:
-        """Never waits."""
-
-    def stop(self) -> None:
-        """Shows nothing."""
 
     def note(self, text: str) -> None:
         """Prints what the user would be told."""

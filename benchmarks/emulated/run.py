@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.emulated.pace import CHECKSUM, PROMPT, Pace
+from benchmarks.emulated.silent import Silent
 from orchestrator.clients import Services
 from orchestrator.commands.beginning import first_state
 from orchestrator.commands.lease import holding
@@ -101,9 +102,8 @@ class SleepingSource:
         """Sends nothing."""
 
 
-class Lines:
-    """A metrics log that keeps its lines and passes each on; also a progress display and checkpoints that do
-    nothing."""
+class Lines(Silent):
+    """A metrics log that keeps its lines, and a display that prints what the user is told."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
@@ -111,31 +111,6 @@ class Lines:
     def write(self, step: int, metrics: Line) -> None:
         """Keeps the line of a step."""
         self.lines.append({"at": time.monotonic(), "step": step} | dict(metrics))
-
-    async def first(self, state: Any) -> None:
-        """Writes no checkpoint."""
-
-    async def take_if_due(self, state: Any) -> None:
-        """Writes no checkpoint."""
-
-    def last_step(self) -> None:
-        """Returns None, as no checkpoint exists."""
-
-    def waited_s(self) -> float:
-        """Training never waits for one."""
-        return 0.0
-
-    def start(self, total_steps: int, done: int) -> None:
-        """Shows nothing."""
-
-    def step(self, step: int, metrics: Line, seconds_left: float) -> None:
-        """Shows nothing."""
-
-    async def pause(self) -> None:
-        """Never waits."""
-
-    def stop(self) -> None:
-        """Shows nothing."""
 
     def note(self, text: str) -> None:
         """Prints what the user would be told."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.staleness.clock import VirtualLoop
+from benchmarks.emulated.silent import Silent
 from benchmarks.staleness.services import Chance, Judges, Pusher, Replicas
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
@@ -28,6 +28,7 @@ from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
 from quartet.columns import Columns
 from quartet.wire.errors import Unavailable, leaves
+from tests.unit.virtual_time import VirtualLoop
 
 STEPS = 10
 
@@ -120,16 +121,6 @@ class Disk:
         return 0.0
 
 
-class Silent:
-    """A metrics log, a progress display and a judge of evaluations that do nothing."""
-
-    async def pause(self) -> None:
-        """Goes on at once."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **options: None
-
-
 class Evaluator:
     """An evaluation during which no replica may change its version."""
 
@@ -146,7 +137,7 @@ class Evaluator:
 
 def run(seed: int) -> Outcome:
     """Carries out the schedule of this seed."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(jumps=True)) as runner:
         return runner.run(Schedule(seed).finish())
 
 
