@@ -12,7 +12,7 @@ from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
 from tests.models import WORDS, make_policy
-from tests.pushing import EngineHost, ModelSource, Phases, perturbed, push
+from tests.pushing import ModelSource, PushedHost, perturbed, push
 
 LONGEST = 512
 _RNG = np.random.default_rng(5)
@@ -21,17 +21,12 @@ PROMPTS = [_RNG.integers(4, len(WORDS), 300).astype(np.int32) for _ in range(4)]
 LONG = Sampling(max_new_tokens=100, ignore_eos=True)
 
 
-class _Host(EngineHost, Phases):
-    async def _carry_out(self, phase: bytes) -> bytes:
-        return await self.carry_out(phase)
-
-
 Across = tuple[list[Sample], list[Sample]]
 """Samples from before a push until after it, and those of a call that follows."""
 PUSHES = ("keep", "keep-cache")
 
 
-async def _across(host: _Host, source: ModelSource, version: int, in_flight: str) -> Across:
+async def _across(host: PushedHost, source: ModelSource, version: int, in_flight: str) -> Across:
     samples, begun = list[Sample](), asyncio.Event()
 
     async def listen(pushing: asyncio.Task[Any], tokens: int) -> None:
@@ -51,7 +46,7 @@ async def _across(host: _Host, source: ModelSource, version: int, in_flight: str
 
 
 async def _across_all(folder: Path) -> list[Across]:
-    host = _Host()
+    host = PushedHost()
     await host.start({"model": str(folder), "dtype": "float32", "max_length": LONGEST, "kv_cache_mib": 64})
     try:
         return [

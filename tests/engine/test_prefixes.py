@@ -11,18 +11,13 @@ from tests import plain
 from tests.engine_process import EngineProcess
 from tests.models import WORDS, make_policy
 from tests.prefilled import prefilled
-from tests.pushing import EngineHost, ModelSource, Phases, perturbed, push
+from tests.pushing import ModelSource, PushedHost, perturbed, push
 
 LONGEST, GROUP = 512, 8
 PROMPT = np.random.default_rng(5).integers(4, len(WORDS), 300).astype(np.int32)
 REST = len(PROMPT) % CPU_BLOCK
 """Tokens after the last whole block, which every response computes."""
 SAMPLING = Sampling(max_new_tokens=5, ignore_eos=True)
-
-
-class _Host(EngineHost, Phases):
-    async def _carry_out(self, phase: bytes) -> bytes:
-        return await self.carry_out(phase)
 
 
 PUSHES = ("keep", "keep", "keep-cache", "keep-cache")
@@ -33,7 +28,7 @@ back to a checkpoint."""
 async def _computed(folder: Path) -> list[list[int]]:
     """Tokens of prompts computed for a group at once and for one more response: under the weights of the folder, and
     after each push."""
-    host, counts = _Host(), []
+    host, counts = PushedHost(), []
     await host.start({"model": str(folder), "dtype": "float32", "max_length": LONGEST, "kv_cache_mib": 64})
     try:
         for seed, in_flight in enumerate(("", *PUSHES)):

@@ -14,7 +14,7 @@ from services.rollout.sample import Sample, Sampling, following
 from tests import plain
 from tests.engine_process import EngineProcess
 from tests.models import WORDS, make_policy
-from tests.pushing import EngineHost, ModelSource, Phases, perturbed, push
+from tests.pushing import ModelSource, PushedHost, perturbed, push
 from tests.unit.waiting import settled
 
 LONGEST = 1024
@@ -30,10 +30,7 @@ MANY = 600
 SHORT = Sampling(max_new_tokens=40, ignore_eos=True)
 
 
-class _Host(EngineHost, Phases):
-    async def _carry_out(self, phase: bytes) -> bytes:
-        return await self.carry_out(phase)
-
+class _Host(PushedHost):
     async def ended(self, sampling: Sampling, change: Callable[[], Awaitable[Any]]) -> list[Sample]:
         """Parts of each response that the engine handed out before `change` ended it, after some 40 of its tokens."""
         parts: list[list[Sample]] = [[] for _ in PROMPTS]

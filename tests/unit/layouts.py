@@ -22,6 +22,16 @@ from tests.learner_batches import CriticBatch, PolicyBatch, logprob_rows, train_
 from tests.unit.rows import grouped, marks, noise, pairs
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
+BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
+STAGES: dict[str, dict[str, Any]] = {
+    "zero 0": {},
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": BY_LAYERS,
+}
+"""The stages of ZeRO; the third with layers that are divided, small as they are."""
+TIMEOUT_S = 500
+"""Longest time of a call of all ranks."""
 GROUP = 2000
 """Most parameters of a group of the optimizer, of which small models have several."""
 Result = dict[str, Any]

@@ -8,17 +8,12 @@ import pytest
 from quartet.config.learner import LoraConfig, TensorParallelConfig
 from quartet.ranks.group import RankGroup
 from tests.plain import furthest
-from tests.unit.layouts import Bench
+from tests.unit.layouts import BY_LAYERS, STAGES, TIMEOUT_S, Bench
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 500
-BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero 0": {},
-    "zero 1": {"zero_stage": 1},
-    "zero 2": {"zero_stage": 2},
-    "zero 3": BY_LAYERS,
+    **STAGES,
     "bfloat16, zero 1": {"zero_stage": 1, "dtype": "bfloat16"},
     "bfloat16, zero 2": {"zero_stage": 2, "dtype": "bfloat16"},
     "bfloat16, zero 3": {"dtype": "bfloat16"} | BY_LAYERS,

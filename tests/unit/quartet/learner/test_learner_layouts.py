@@ -24,23 +24,18 @@ from quartet.ranks.group import RankGroup, RanksLost
 from tests.computing import computing
 from tests.learner_batches import PolicyBatch, train_policy
 from tests.plain import furthest
-from tests.unit.layouts import OPTIMIZER, Bench, Result
+from tests.unit.layouts import BY_LAYERS, OPTIMIZER, STAGES, TIMEOUT_S, Bench, Result
 from tests.unit.rank_processes import spawned
 from tests.unit.rows import noise, pairs
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 500
 # Sums in another order differ by some 1e-7; AdamW, which divides by their size, makes steps of small gradients of it.
 LOSS, NORM, WEIGHT = 1e-6, 1e-5, 5e-5
-BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
 ACCUMULATED = {"micro_batch_tokens": 40}
 PACKED = {"packing": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero 0": {},
-    "zero 1": {"zero_stage": 1},
-    "zero 2": {"zero_stage": 2},
-    "zero 3": BY_LAYERS,
+    **STAGES,
     "zero 3, nothing partitioned": {"zero_stage": 3},
     "accumulation": ACCUMULATED,
     "accumulation, zero 1": ACCUMULATED | {"zero_stage": 1},

@@ -16,18 +16,13 @@ from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup
 from quartet.wire.errors import InvalidArgument
 from tests.plain import furthest
-from tests.unit.layouts import OPTIMIZER, Bench
+from tests.unit.layouts import BY_LAYERS, OPTIMIZER, STAGES, TIMEOUT_S, Bench
 from tests.unit.rows import pairs
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 500
-BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero 0": {},
-    "zero 1": {"zero_stage": 1},
-    "zero 2": {"zero_stage": 2},
-    "zero 3": BY_LAYERS,
+    **STAGES,
     "bfloat16": {"zero_stage": 1, "dtype": "bfloat16"},
     "running mean": {"ema_decay": 0.9},
     "running mean, zero 3": {"ema_decay": 0.9} | BY_LAYERS,

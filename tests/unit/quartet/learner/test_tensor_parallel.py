@@ -18,14 +18,12 @@ from quartet.learner.tensor_parallel import check_divided, check_divisible
 from quartet.ranks.group import RankGroup
 from tests.models import ROWS, make_policy
 from tests.plain import furthest
-from tests.unit.layouts import Bench, Result
+from tests.unit.layouts import BY_LAYERS, STAGES, TIMEOUT_S, Bench, Result
 from tests.unit.quartet.learner.test_learner_layouts import (
     ACCUMULATED,
-    BY_LAYERS,
     LOSS,
     NORM,
     PACKED,
-    TIMEOUT_S,
     WEIGHT,
     numbers,
 )
@@ -35,10 +33,7 @@ pytestmark = pytest.mark.processes
 
 Call = Callable[..., Awaitable[Any]]
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero 0": {},
-    "zero 1": {"zero_stage": 1},
-    "zero 2": {"zero_stage": 2},
-    "zero 3": BY_LAYERS,
+    **STAGES,
     "adam offload, zero 2": {"adam_offload": True, "zero_stage": 2},
     "both offloads": {"adam_offload": True, "param_offload": True} | BY_LAYERS,
     "accumulation, checkpointing": ACCUMULATED | {"gradient_checkpointing": True},
@@ -135,10 +130,10 @@ async def test_other_models_too(reward_folder: Path, tmp_path: Path, kind: Any, 
 
 
 # Weights that are whole beside those in pieces are one stage of ZeRO more.
-STAGES = [pytest.param({}, marks=MORE), pytest.param({"zero_stage": 2}, marks=MORE), BY_LAYERS]
+PUSHED = [pytest.param({}, marks=MORE), pytest.param({"zero_stage": 2}, marks=MORE), BY_LAYERS]
 
 
-@pytest.mark.parametrize("layout", STAGES, ids=str)
+@pytest.mark.parametrize("layout", PUSHED, ids=str)
 async def test_whole_weights_are_pushed_and_saved(
     divided: Call, whole: RankGroup, policy_folder: Path, reward_folder: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -155,7 +150,7 @@ async def test_whole_weights_are_pushed_and_saved(
     assert all(torch.equal(tensor, reward[f"model.{name}"]) for name, tensor in body.items())
 
 
-@pytest.mark.parametrize("layout", STAGES, ids=str)
+@pytest.mark.parametrize("layout", PUSHED, ids=str)
 async def test_the_running_mean_is_saved_whole(divided: Call, layout: dict[str, Any], tmp_path: Path) -> None:
     seen, after, _ = await divided("averaged", layout | {"ema_decay": 0.75}, tmp_path / "mean")
     assert furthest(after, seen[-1]) == 0
