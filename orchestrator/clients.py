@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -170,24 +170,29 @@ def advice(file: Path | str) -> str:
 def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -> None:
     """Raises ConfigError unless every service uses the policy's tokens and accepts the run's lengths and dtypes."""
     check_models(infos.models, tokenizer, config)
-    if infos.rollout.model.dtype != config.policy.dtype:
-        raise ConfigError(
-            f"orchestrator.policy.dtype: {config.policy.dtype}, but the rollout service has "
-            f"{infos.rollout.model.dtype}; weights are pushed as they are, so both must be the same"
-        )
     check_scores(infos.reward, config)
-    reference = infos.reference
-    if reference and reference.model.dtype != config.policy.dtype and config.algorithm.needs_reference:
-        raise ConfigError(
-            f"orchestrator.policy.dtype: {config.policy.dtype}, but the reference service has "
-            f"{reference.model.dtype}; the KL penalty would measure their rounding, so both must be the same"
+    problems = [*unlike_backends(config, infos.rollout.weight_backend, "the rollout replicas' weight_backend")]
+    for service, model in infos.models.items():
+        problems += unlike_dtypes(config, service, model.dtype, f"the {service} service's dtype")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def unlike_dtypes(config: OrchestratorConfig, service: str, dtype: str, where: str) -> Iterator[str]:
+    """The problem with a service's dtype, which stands at `where`, if it has to be the policy's."""
+    whys = {"rollout": "weights are pushed as they are"}
+    whys |= {"reference": "the KL penalty would measure their rounding"} if config.algorithm.needs_reference else {}
+    if service in whys and dtype != config.policy.dtype:
+        yield (
+            f"{where}: {dtype}, but orchestrator.policy.dtype is {config.policy.dtype}; {whys[service]}, so both "
+            "must be the same"
         )
-    asked, taken = config.weights.backend, infos.rollout.weight_backend
-    if taken not in ("auto", agreed_backend(asked, taken)):
-        raise ConfigError(
-            f"orchestrator.weights.backend: {asked}, but the rollout replicas were started with {taken}; set "
-            "both the same, or one to auto"
-        )
+
+
+def unlike_backends(config: OrchestratorConfig, theirs: str, where: str) -> Iterator[str]:
+    """The problem with the backend of the replicas, which stands at `where`, if it is not the run's."""
+    if "auto" not in (ours := config.weights.backend, theirs) and ours != theirs:
+        yield f"orchestrator.weights.backend: {ours}, but {where} is {theirs}; set both the same, or one to auto"
 
 
 def check_scores(info: reward_pb2.ScorerInfo, config: OrchestratorConfig) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from orchestrator.algorithms.contract import BANDED
 from orchestrator.algorithms.registry import kinds
+from orchestrator.clients import unlike_backends
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
@@ -30,7 +31,7 @@ def misfits_of_rollout(config: OrchestratorConfig, section: RolloutConfig, name:
     yield from _other_weights(config.policy, section, name)
     yield from _other_ends(config, section, name)
     yield from _too_long_phases(config.weights, section, name)
-    yield from _other_backend(config.weights.backend, section.weight_backend, name)
+    yield from unlike_backends(config, section.weight_backend, f"applications.{name}.args.weight_backend")
     if config.loop.colocate != section.colocate:
         yield (
             f"applications.{name}.args.colocate: {str(section.colocate).lower()}, but orchestrator.loop.colocate is "
@@ -119,15 +120,6 @@ def _other_root(ours: str, theirs: str, name: str) -> Iterator[str]:
         yield (
             f"orchestrator.checkpoint.root: {ours}, but applications.{name}.args.root is {theirs}; the critic writes "
             "its part of each checkpoint under its root, so both must be the same folder"
-        )
-
-
-def _other_backend(ours: str, theirs: str, name: str) -> Iterator[str]:
-    """A difference between the backends of the run and of the replicas."""
-    if "auto" not in (ours, theirs) and ours != theirs:
-        yield (
-            f"orchestrator.weights.backend: {ours}, but applications.{name}.args.weight_backend is {theirs}; "
-            "set both the same, or one to auto"
         )
 
 

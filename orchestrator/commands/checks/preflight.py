@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from orchestrator.clients import unlike_dtypes
 from orchestrator.commands.checks.architectures import limit, untested
 from orchestrator.commands.checks.fitting import (
     ends_without_token,
@@ -196,17 +197,9 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
         for field, length in _longest(config, name, section):
             if length < needed:
                 yield f"applications.{name}.args.{field}: {length}, but {sum_of}"
-        if isinstance(section, RolloutConfig) and section.dtype != config.policy.dtype:
-            yield (
-                f"applications.{name}.args.dtype: {section.dtype}, but orchestrator.policy.dtype is "
-                f"{config.policy.dtype}; weights are pushed as they are, so both must be the same"
-            )
-        penalised = config.algorithm.needs_reference
-        if isinstance(section, ReferenceConfig) and section.dtype != config.policy.dtype and penalised:
-            yield (
-                f"applications.{name}.args.dtype: {section.dtype}, but orchestrator.policy.dtype is "
-                f"{config.policy.dtype}; the KL penalty would measure their rounding, so both must be the same"
-            )
+        if isinstance(section, RolloutConfig | ReferenceConfig):
+            service = "rollout" if isinstance(section, RolloutConfig) else "reference"
+            yield from unlike_dtypes(config, service, section.dtype, f"applications.{name}.args.dtype")
         if isinstance(section, RolloutConfig):
             yield from misfits_of_rollout(config, section, name)
         if isinstance(section, RewardConfig):

@@ -87,11 +87,13 @@ def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_fol
 
 def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> None:
     config = make_config(policy_folder, **LENGTHS)
-    with pytest.raises(ConfigError, match=r"policy.dtype: float32, but the rollout service has bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"^the rollout service's dtype: bfloat16, but orchestrator.policy.dtype is f"
+    ):
         check_compatible(make_infos(rollout={"dtype": "bfloat16"}), make_tokenizer(), config)
     config = make_config(policy_folder, **LENGTHS, weights={"backend": "nccl"})
     expected = (
-        "orchestrator.weights.backend: nccl, but the rollout replicas were started with gloo; set both the "
+        "orchestrator.weights.backend: nccl, but the rollout replicas' weight_backend is gloo; set both the "
         "same, or one to auto"
     )
     with pytest.raises(ConfigError, match=expected):
@@ -245,7 +247,7 @@ async def test_a_port_where_a_server_listens_is_reached(policy_folder: Path) -> 
 
 def test_the_reference_computes_in_the_policys_precision_unless_the_penalty_is_0(policy_folder: Path) -> None:
     infos = make_infos(reference={"dtype": "bfloat16"})
-    with pytest.raises(ConfigError, match=r"^orchestrator.policy.dtype: float32, but the reference service has b"):
+    with pytest.raises(ConfigError, match=r"^the reference service's dtype: bfloat16, but orchestrator.policy.dtype"):
         check_compatible(infos, make_tokenizer(), make_config(policy_folder, **LENGTHS))
     free = make_config(policy_folder, **LENGTHS, algorithm={"kl": {"coef": 0.0}, "minibatch_size": 1})
     check_compatible(infos, make_tokenizer(), free)
