@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -46,14 +46,25 @@ class Scores:
         return next(iter(self.columns.values()))
 
 
-class RewardClient(ServiceClient[RewardStub]):
-    """Asks for the scores of pairs.
+class Known(TypedDict, total=False):
+    """Facts about the pairs of a call beside their texts, for scorers that ask for them (quartet/wire/pairs.py):
+    one for each pair, or left out."""
 
-    Whatever is known of pairs beside their texts is for scorers that ask for it (quartet/wire/pairs.py), and is one
-    for each pair, or empty: `labels`; `columns`, mappings of names to values of JSON; `groups`, the same number for
-    all responses to one prompt. `pair_timeout_s` is the longest time that the scorer should spend on a pair, in
-    seconds, 0.05 or more; 0: what the scorer allows.
-    """
+    labels: Sequence[str]
+    """Texts that responses are compared with."""
+    ended: Sequence[bool]
+    """True for each response that is complete."""
+    columns: Sequence[Mapping[str, Any]]
+    """The other columns of each pair's row, values of JSON."""
+    groups: Sequence[int]
+    """Number of each pair's prompt, the same for all responses to one prompt."""
+    pair_timeout_s: float
+    """Longest time that the scorer should spend on a pair, in seconds, 0.05 or more; left out, or 0: what the scorer
+    allows."""
+
+
+class RewardClient(ServiceClient[RewardStub]):
+    """Asks for the scores of pairs."""
 
     SERVICE = "reward"
     STUB = RewardStub
@@ -66,36 +77,22 @@ class RewardClient(ServiceClient[RewardStub]):
         other.scorer = scorer
         return other
 
-    async def score(
-        self,
-        trajectories: Columns,
-        *,
-        labels: Sequence[str] = (),
-        ended: Sequence[bool] = (),
-        columns: Sequence[Mapping[str, Any]] = (),
-        groups: Sequence[int] = (),
-        pair_timeout_s: float = 0.0,
-        timeout_s: float,
-    ) -> Scores:
+    async def score(self, trajectories: Columns, *, timeout_s: float, **known: Unpack[Known]) -> Scores:
         """Scores of B trajectories in ids of the service's tokenizer. Large calls are sent in parts.
 
         Args:
             trajectories: prompts and responses (`Columns.of_pairs`); further columns stay here.
-            labels: one per trajectory, or empty; scorers that compare see them.
-            ended: True for each response that is complete; empty: judged by the response's last token.
-            columns: the other columns of each trajectory's row, [B] mappings of JSON values, or empty.
-            groups: number of each trajectory's prompt, [B], equal for responses to one prompt, or empty.
-            pair_timeout_s: seconds that the scorer may take for a pair, 0.05 at least; 0: what it allows itself.
             timeout_s: deadline in seconds.
+            known: what is known of the trajectories; without `ended` a response's last token says if it is complete.
 
         Raises:
             ServiceError: the service's error; DeadlineExceeded after `timeout_s`; InvalidReply if the answer has
                 another length, or its parts come from different scorers.
         """
-        bare, known = trajectories.select(), _Known(labels, columns, groups, pair_timeout_s)
+        bare = trajectories.select()
 
         def request(rows: range) -> pb.ScoreRequest:
-            return pb.ScoreRequest(tokens=bare.take(rows).pack(), ended=some(ended, rows))
+            return pb.ScoreRequest(tokens=bare.take(rows).pack())
 
         return await self._scored(trajectories.lengths.tolist(), request, known, timeout_s)
 
@@ -104,12 +101,8 @@ class RewardClient(ServiceClient[RewardStub]):
         prompts: Sequence[str],
         responses: Sequence[str],
         *,
-        labels: Sequence[str] = (),
-        ended: Sequence[bool] = (),
-        columns: Sequence[Mapping[str, Any]] = (),
-        groups: Sequence[int] = (),
-        pair_timeout_s: float = 0.0,
         timeout_s: float,
+        **known: Unpack[Known],
     ) -> Scores:
         """Scores of pairs given as texts. Responses count as complete unless `ended`, [B], says otherwise. Raises as
         `score` does."""
@@ -118,21 +111,17 @@ class RewardClient(ServiceClient[RewardStub]):
 
         def request(rows: range) -> pb.ScoreRequest:
             texts = pb.TextPairs(prompts=some(prompts, rows), responses=some(responses, rows))
-            return pb.ScoreRequest(texts=texts, ended=some(ended, rows))
+            return pb.ScoreRequest(texts=texts)
 
         sizes = [_tokens(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        return await self._scored(sizes, request, _Known(labels, columns, groups, pair_timeout_s), timeout_s)
+        return await self._scored(sizes, request, known, timeout_s)
 
     async def score_conversations(
         self,
         conversations: Sequence[Sequence[Mapping[str, Any]]],
         *,
-        labels: Sequence[str] = (),
-        ended: Sequence[bool] = (),
-        columns: Sequence[Mapping[str, Any]] = (),
-        groups: Sequence[int] = (),
-        pair_timeout_s: float = 0.0,
         timeout_s: float,
+        **known: Unpack[Known],
     ) -> Scores:
         """Scores of conversations: chat messages with `role` and `content`, of which the last one is the response, of
         role assistant. The scorer renders them by its own chat template; `ended`, [B], is as of `score_texts`, for
@@ -140,14 +129,12 @@ class RewardClient(ServiceClient[RewardStub]):
         texts = [json.dumps(messages) for messages in conversations]
 
         def request(rows: range) -> pb.ScoreRequest:
-            talks = pb.Conversations(messages=some(texts, rows))
-            return pb.ScoreRequest(conversations=talks, ended=some(ended, rows))
+            return pb.ScoreRequest(conversations=pb.Conversations(messages=some(texts, rows)))
 
-        known = _Known(labels, columns, groups, pair_timeout_s)
         return await self._scored([*map(_tokens, texts)], request, known, timeout_s)
 
     async def _scored(
-        self, sizes: Sequence[int], request: Callable[[range], pb.ScoreRequest], known: "_Known", timeout_s: float
+        self, sizes: Sequence[int], request: Callable[[range], pb.ScoreRequest], known: Known, timeout_s: float
     ) -> Scores:
         """The scores of rows of these sizes in tokens, by requests that hold the pairs of some of them."""
         deadline = Deadline(timeout_s)
@@ -155,7 +142,7 @@ class RewardClient(ServiceClient[RewardStub]):
         async def part(rows: range) -> Scores:
             made = request(rows)
             made.scorer = self.scorer
-            known.tell(made, rows)
+            _tell(made, rows, **known)
             return await self._part(rows, made, deadline)
 
         return self._joined(await in_parts(sizes, part))
@@ -218,21 +205,21 @@ class RewardClient(ServiceClient[RewardStub]):
         return reply.scorers
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Whatever is known of the pairs of a call beside their texts."""
-
-    labels: Sequence[str]
-    columns: Sequence[Mapping[str, Any]]
-    groups: Sequence[int]
-    pair_timeout_s: float
-
-    def tell(self, request: pb.ScoreRequest, rows: range) -> None:
-        """Adds to a request what is known of its pairs, which are these rows."""
-        request.labels.extend(some(self.labels, rows))
-        request.columns.extend(map(json.dumps, some(self.columns, rows)))
-        request.groups = pack_longs(some(self.groups, rows))
-        request.pair_timeout_s = self.pair_timeout_s
+def _tell(
+    request: pb.ScoreRequest,
+    rows: range,
+    labels: Sequence[str] = (),
+    ended: Sequence[bool] = (),
+    columns: Sequence[Mapping[str, Any]] = (),
+    groups: Sequence[int] = (),
+    pair_timeout_s: float = 0.0,
+) -> None:
+    """Adds to a request what is known of its pairs, which are these rows."""
+    request.labels.extend(some(labels, rows))
+    request.ended.extend(some(ended, rows))
+    request.columns.extend(map(json.dumps, some(columns, rows)))
+    request.groups = pack_longs(some(groups, rows))
+    request.pair_timeout_s = pair_timeout_s
 
 
 def _tokens(*texts: str) -> int:
