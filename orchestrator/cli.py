@@ -6,7 +6,9 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
@@ -49,6 +51,18 @@ def _say(text: str) -> None:
     _errors.print(printable(text), markup=False)
 
 
+@contextmanager
+def _interruptible(told: Callable[[], str]) -> Iterator[None]:
+    """Context that Ctrl-C ends with what the user is then told."""
+    try:
+        yield
+    # Python 3.11 ends with the second where a failure was mended in the very moment of another (its
+    # TaskGroup then still counts as cancelled): a run that goes on after losses does that.
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _say(told())
+        raise typer.Exit(_INTERRUPTED) from None
+
+
 @app.command("up")
 def start(
     config: ConfigFile,
@@ -57,11 +71,9 @@ def start(
     """Start a local Ray head unless one runs, deploy the services and wait until every model answers."""
     from orchestrator.commands.up import up
 
-    try:
+    goes_on = f"what was started goes on: `quartet up {config}` waits for it, `quartet down` stops it"
+    with _interruptible(lambda: f"interrupted; {goes_on}"):
         up(config, timeout_s, _say)
-    except KeyboardInterrupt:
-        _say(f"interrupted; what was started goes on: `quartet up {config}` waits for it, `quartet down` stops it")
-        raise typer.Exit(_INTERRUPTED) from None
 
 
 @app.command()
@@ -181,7 +193,7 @@ def train(
     from orchestrator.monitoring.progress import make_progress
 
     progress = make_progress(sys.stderr)
-    try:
+    with _interruptible(lambda: how_to_resume(deployment)):
         folder = asyncio.run(
             run.train(
                 deployment,
@@ -192,11 +204,6 @@ def train(
                 accept_changed_services=accept_changed_services,
             )
         )
-    # Python 3.11 ends with the second where a failure was mended in the very moment of another (its
-    # TaskGroup then still counts as cancelled): a run that goes on after losses does that.
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _say(how_to_resume(deployment))
-        raise typer.Exit(_INTERRUPTED) from None
     policy = deployment.orchestrator.save or folder / "policy"
     _say(f"metrics are in {folder}, the trained policy is in {policy}")
 
@@ -218,11 +225,9 @@ def _training(name: str) -> Callable[..., None]:
         from orchestrator.monitoring.progress import make_progress
 
         file = TrainingFile.load(name, config)
-        try:
+        continues = f"`quartet {name} {config} --resume` continues from the last checkpoint"
+        with _interruptible(lambda: f"interrupted; {continues}"):
             folder = asyncio.run(fit(file, make_progress(sys.stderr), overwrite=overwrite, resume=resume))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            _say(f"interrupted; `quartet {name} {config} --resume` continues from the last checkpoint")
-            raise typer.Exit(_INTERRUPTED) from None
         _say(f"metrics are in runs/{file.training.name}, the trained model is in {folder}")
 
     return command
@@ -233,6 +238,8 @@ for _name, _kind in TRAININGS.items():
 
 
 _ONE_RUN, _ROWS = "A run's file", "Rows"
+_of_rows = partial(typer.Option, rich_help_panel=_ROWS)
+"""An option of `quartet evaluate` for rows."""
 
 
 @app.command()
@@ -251,19 +258,10 @@ def score(
     from orchestrator.commands.score import score_file
     from orchestrator.evaluation.hub import Hub
 
-    try:
-        asyncio.run(
-            score_file(
-                None if str(file) == "-" else file,
-                output,
-                lambda: Hub.at(hub, application, scorer, timeout_s),
-                _say,
-                overwrite=overwrite,
-            )
-        )
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _say("interrupted" + (f"; the same command goes on in {output}" if output else ""))
-        raise typer.Exit(_INTERRUPTED) from None
+    rows = None if str(file) == "-" else file
+    with _interruptible(lambda: "interrupted" + (f"; the same command goes on in {output}" if output else "")):
+        opened = partial(Hub.at, hub, application, scorer, timeout_s)
+        asyncio.run(score_file(rows, output, opened, _say, overwrite=overwrite))
 
 
 def _refuse_options(context: typer.Context, panel: str, why: str) -> None:
@@ -296,61 +294,28 @@ def evaluate(
         str | None,
         typer.Option(help="Split, such as train[:100]. Left out: the file's eval_split.", rich_help_panel=_ONE_RUN),
     ] = None,
-    hub: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the reward service that scores.", rich_help_panel=_ROWS)
-    ] = None,
-    scorer: Annotated[
-        list[str],
-        typer.Option(help="A scorer there; may be repeated. Left out: the only one.", rich_help_panel=_ROWS),
-    ] = [],  # noqa: B006
+    hub: Annotated[str | None, _of_rows(help="HOST:PORT of the reward service that scores.")] = None,
+    scorer: Annotated[list[str], _of_rows(help="A scorer there; may be repeated. Left out: the only one.")] = [],  # noqa: B006
     endpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of OpenAI's protocol that answers, such as http://host/v1.", rich_help_panel=_ROWS
-        ),
+        str | None, _of_rows(help="Address of OpenAI's protocol that answers, such as http://host/v1.")
     ] = None,
-    key_variable: Annotated[
-        str, typer.Option(help="Environment variable with the endpoint's key.", rich_help_panel=_ROWS)
-    ] = "OPENAI_API_KEY",
-    chat: Annotated[bool, typer.Option(help="Send texts as a user's messages.", rich_help_panel=_ROWS)] = False,
-    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.", rich_help_panel=_ROWS)] = 1,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="Left out: the endpoint's, or 1.", rich_help_panel=_ROWS)
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Left out: the endpoint's, or 512.", rich_help_panel=_ROWS)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the first sample; the others have the next.", rich_help_panel=_ROWS)
-    ] = None,
+    key_variable: Annotated[str, _of_rows(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
+    chat: Annotated[bool, _of_rows(help="Send texts as a user's messages.")] = False,
+    samples: Annotated[int, _of_rows(min=1, help="Responses to each prompt.")] = 1,
+    temperature: Annotated[float | None, _of_rows(min=0, help="Left out: the endpoint's, or 1.")] = None,
+    max_tokens: Annotated[int | None, _of_rows(min=1, help="Left out: the endpoint's, or 512.")] = None,
+    seed: Annotated[int | None, _of_rows(help="Of the first sample; the others have the next.")] = None,
     setting: Annotated[
-        list[str],
-        typer.Option(
-            "--field", help="NAME=JSON, a field of each request or of a folder's engine.", rich_help_panel=_ROWS
-        ),
+        list[str], _of_rows("--field", help="NAME=JSON, a field of each request or of a folder's engine.")
     ] = [],  # noqa: B006
-    by: Annotated[
-        list[str], typer.Option(help="Column by whose values figures are divided.", rich_help_panel=_ROWS)
-    ] = [],  # noqa: B006
-    pass_at: Annotated[
-        list[int], typer.Option(min=1, help="k of pass@k; may be repeated.", rich_help_panel=_ROWS)
-    ] = [],  # noqa: B006
-    pass_score: Annotated[
-        float, typer.Option(help="Score from which on a response passes.", rich_help_panel=_ROWS)
-    ] = 1,
-    against: Annotated[
-        Path | None, typer.Option(help="Folder of another evaluation to compare with.", rich_help_panel=_ROWS)
-    ] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Responses asked for at a time.", rich_help_panel=_ROWS)] = 16,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.001, help="Deadline of a response, repeats included.", rich_help_panel=_ROWS)
-    ] = 120,
-    application: Annotated[
-        str, typer.Option(help="Name of the reward service's application.", rich_help_panel=_ROWS)
-    ] = "reward",
-    overwrite: Annotated[
-        bool, typer.Option(help="Begin again, though the folder exists.", rich_help_panel=_ROWS)
-    ] = False,
+    by: Annotated[list[str], _of_rows(help="Column by whose values figures are divided.")] = [],  # noqa: B006
+    pass_at: Annotated[list[int], _of_rows(min=1, help="k of pass@k; may be repeated.")] = [],  # noqa: B006
+    pass_score: Annotated[float, _of_rows(help="Score from which on a response passes.")] = 1,
+    against: Annotated[Path | None, _of_rows(help="Folder of another evaluation to compare with.")] = None,
+    at_once: Annotated[int, _of_rows(min=1, help="Responses asked for at a time.")] = 16,
+    timeout_s: Annotated[float, _of_rows(min=0.001, help="Deadline of a response, repeats included.")] = 120,
+    application: Annotated[str, _of_rows(help="Name of the reward service's application.")] = "reward",
+    overwrite: Annotated[bool, _of_rows(help="Begin again, though the folder exists.")] = False,
 ) -> None:
     """Evaluate a run's model on its prompts; or any model or responses, by the scorers of a hub.
 
@@ -375,7 +340,7 @@ def evaluate(
     from orchestrator.evaluation.hub import Hub
     from orchestrator.report.evaluation import write_page
 
-    target, folder = hub, output or Path("evaluations") / file.stem
+    folder = output or Path("evaluations") / file.stem
     wanted = rows.Wanted(
         file=file,
         output=folder,
@@ -396,15 +361,9 @@ def evaluate(
         against=against,
         overwrite=overwrite,
     )
-    try:
-        results = asyncio.run(
-            rows.evaluate_rows(
-                wanted, lambda: Hub.at(target, application, scorer, max(timeout_s, rows.SCORE_S)), _say
-            )
-        )
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _say(f"interrupted; the same command goes on in {folder}")
-        raise typer.Exit(_INTERRUPTED) from None
+    opened = partial(Hub.at, hub, application, scorer, max(timeout_s, rows.SCORE_S))
+    with _interruptible(lambda: f"interrupted; the same command goes on in {folder}"):
+        results = asyncio.run(rows.evaluate_rows(wanted, opened, _say))
     Console().print(results.table())
     _say(f"wrote {write_page(folder)}")
 
