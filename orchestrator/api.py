@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from orchestrator.deployment import cluster
@@ -198,9 +197,7 @@ class Training:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from orchestrator.config.checkpoint import SnapshotsConfig
@@ -185,9 +184,7 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind and self._writing:
             self._writing.cancel()
             await asyncio.wait([self._writing])

@@ -1,6 +1,5 @@
 """A progress bar for work that consists of many rows, on a terminal; nothing elsewhere."""
 
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
@@ -38,7 +37,5 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()

@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import grpc
@@ -198,7 +197,5 @@ class ServiceClient(Generic[Stub]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
