@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
 from pydantic.fields import FieldInfo
 
 from orchestrator.algorithms.named import NamedRewardConfig
@@ -79,24 +79,16 @@ class KLConfig(Config):
     horizon: PositiveFloat = 10_000
     """Samples over which the adaptive coefficient reacts."""
 
-    @model_validator(mode="after")
-    def _estimator_pulls_to_the_reference(self) -> Self:
-        if self.coef == 0:
-            return self
-        if self.placement == "loss" and self.estimator == "k1":
-            raise ValueError("estimator k1 in the loss has an expected gradient of zero; choose k2 or k3")
-        if self.placement == "reward" and self.estimator != "k1":
-            raise ValueError(
+    def _problems(self) -> Iterator[str]:
+        if self.coef and self.placement == "loss" and self.estimator == "k1":
+            yield "estimator k1 in the loss has an expected gradient of zero; choose k2 or k3"
+        if self.coef and self.placement == "reward" and self.estimator != "k1":
+            yield (
                 f"estimator {self.estimator} in the reward does not pull to the reference, as a reward is not "
                 "differentiated; choose k1, or placement loss"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _zero_stays_zero(self) -> Self:
         if self.target is not None and self.coef == 0:
-            raise ValueError("target adapts the coefficient by factors, so coef must be more than 0")
-        return self
+            yield "target adapts the coefficient by factors, so coef must be more than 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,99 +431,87 @@ class Algorithm(Config):
             raise ValueError(f"coef is 0 with kind {kind}, so that the other keys have no effect; give it too")
         return preset | given
 
-    @model_validator(mode="after")
-    def _settings_belong_together(self) -> Self:
-        """Refuses a setting that another leaves without effect, and combinations whose gradient is wrong."""
+    def _problems(self) -> Iterator[str]:
+        """Settings that another leaves without effect, and combinations whose gradient is wrong."""
         for names, key, values in _OWNERS:
             if (actual := getattr(self, key)) not in values:
                 for name in names:
                     if self._given(name):
-                        raise ValueError(
-                            f"{name} belongs to {key} {' or '.join(values)}, and {key} is {actual}; leave it out"
-                        )
+                        yield f"{name} belongs to {key} {' or '.join(values)}, and {key} is {actual}; leave it out"
         if not self.discard_limit and self._given("max_discarded"):
-            raise ValueError(
+            yield (
                 f"max_discarded belongs to zero_variance resample, and zero_variance is {self.zero_variance}; leave "
                 "it out"
             )
         if self.scale == "group" and not self.compares:
-            raise ValueError(
+            yield (
                 f"scale group divides by the deviation of a prompt's rewards, and baseline {self.baseline} does not "
                 "compare them; choose baseline group or leave-one-out, or scale none or batch"
             )
         if self.scale == "group" and self.penalises_rewards:
-            raise ValueError(
+            yield (
                 "scale group divides the KL penalty in the rewards by their deviation too, so that kl.coef has no "
                 "meaning of its own; set kl.placement to loss and kl.estimator to k2 or k3, or scale to none or batch"
             )
         if self.scale == "batch" and self.baseline == "none":
-            raise ValueError(
+            yield (
                 "scale batch subtracts the mean over the batch, which is baseline batch and not none; set baseline "
                 "to batch, or scale to none"
             )
         if self.ratio == "sequence" and not self.compares:
-            raise ValueError(
+            yield (
                 f"ratio sequence is one ratio for a whole response, and the advantages of baseline {self.baseline} "
                 "differ from token to token: a token's gradient would have the mean of all tokens' advantages; "
                 "choose ratio token, or baseline group or leave-one-out"
             )
         if None not in (self.gae_lambda_alpha, self.critic_gae_lambda) and self._given("gae_lambda"):
-            raise ValueError("gae_lambda has no effect beside gae_lambda_alpha and critic_gae_lambda; leave it out")
+            yield "gae_lambda has no effect beside gae_lambda_alpha and critic_gae_lambda; leave it out"
         if self.score_weight == 0:
             for name in ("score_clip", "normalise_scores", "overlong_buffer", "zero_variance"):
                 if self._given(name):
-                    raise ValueError(f"{name} is for scores, which have no effect with score_weight 0; leave it out")
+                    yield f"{name} is for scores, which have no effect with score_weight 0; leave it out"
         if self.score_weight and self.rewards and not any(reward.counts for reward in self.rewards.values()):
-            raise ValueError("rewards: all weights are 0, which leaves no score; give one of them another weight")
+            yield "rewards: all weights are 0, which leaves no score; give one of them another weight"
         if not self.overlong_buffer and self._given("overlong_penalty"):
-            raise ValueError("overlong_penalty has no effect while overlong_buffer is 0; give it too")
+            yield "overlong_penalty has no effect while overlong_buffer is 0; give it too"
         if self.score_weight == 0 and not self.penalises_rewards:
-            raise ValueError("score_weight 0 leaves no reward, as no KL penalty is in it; give kl.coef, or a weight")
-        return self
+            yield "score_weight 0 leaves no reward, as no KL penalty is in it; give kl.coef, or a weight"
+        banded, name = self.correction in BANDED, self.correction
+        if self.clip == "dis":
+            for given in ("correction", "importance_cap"):
+                if self._given(given):
+                    yield f"{given} has no effect with clip dis, which corrects by itself; leave it out"
+        elif self.importance_band is not None and not banded:
+            yield (
+                f"importance_band is for correction {', '.join(BANDED)} and for clip dis, and correction is {name}; "
+                "leave it out"
+            )
+        if self.importance_cap not in (None, IMPORTANCE_CAP) and banded:
+            yield f"importance_cap does not belong to correction {name}, which has a band; leave it out"
+        if self.old_logprobs == "rollout" and name != "tis":
+            yield (
+                f"correction {name} compares the learner's log-probs with the engine's, and old_logprobs: rollout "
+                "takes the engine's for both; leave it out, or set old_logprobs to learner"
+            )
+        if self.old_logprobs == "rollout" and self.importance_cap != IMPORTANCE_CAP:
+            yield (
+                "importance_cap bounds the learner's log-probs over the engine's, and old_logprobs: rollout takes "
+                "the engine's for both; leave it out, or set old_logprobs to learner"
+            )
+        if self.samples_per_prompt < (least := self.needs_samples_per_prompt):
+            comparing = f"baseline {self.baseline}" if self.compares else f"zero_variance {self.zero_variance}"
+            if not self.compares and self.zero_variance == "keep":
+                comparing = "normalise group of a name in rewards"
+            yield (
+                f"{comparing} compares the responses to one prompt, so samples_per_prompt must be {least} or more, "
+                f"got {self.samples_per_prompt}"
+            )
 
     def _given(self, name: str) -> bool:
         """True if a setting is neither the kind's nor the default of all."""
         fields = [each.model_fields[name] for each in (type(self), Algorithm)]
         defaults = [field.get_default(call_default_factory=True) for field in fields]
         return getattr(self, name) not in defaults
-
-    @model_validator(mode="after")
-    def _correction_uses_what_is_given(self) -> Self:
-        banded, name = self.correction in BANDED, self.correction
-        if self.clip == "dis":
-            for given in ("correction", "importance_cap"):
-                if self._given(given):
-                    raise ValueError(f"{given} has no effect with clip dis, which corrects by itself; leave it out")
-        elif self.importance_band is not None and not banded:
-            raise ValueError(
-                f"importance_band is for correction {', '.join(BANDED)} and for clip dis, and correction is {name}; "
-                "leave it out"
-            )
-        if self.importance_cap not in (None, IMPORTANCE_CAP) and banded:
-            raise ValueError(f"importance_cap does not belong to correction {name}, which has a band; leave it out")
-        if self.old_logprobs == "rollout" and name != "tis":
-            raise ValueError(
-                f"correction {name} compares the learner's log-probs with the engine's, and old_logprobs: rollout "
-                "takes the engine's for both; leave it out, or set old_logprobs to learner"
-            )
-        if self.old_logprobs == "rollout" and self.importance_cap != IMPORTANCE_CAP:
-            raise ValueError(
-                "importance_cap bounds the learner's log-probs over the engine's, and old_logprobs: rollout takes "
-                "the engine's for both; leave it out, or set old_logprobs to learner"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_are_large_enough(self) -> Self:
-        if self.samples_per_prompt < (least := self.needs_samples_per_prompt):
-            comparing = f"baseline {self.baseline}" if self.compares else f"zero_variance {self.zero_variance}"
-            if not self.compares and self.zero_variance == "keep":
-                comparing = "normalise group of a name in rewards"
-            raise ValueError(
-                f"{comparing} compares the responses to one prompt, so samples_per_prompt must be {least} or more, "
-                f"got {self.samples_per_prompt}"
-            )
-        return self
 
 
 def _differences(algorithm: Algorithm, fields: Mapping[str, FieldInfo]) -> Iterator[tuple[str, str]]:

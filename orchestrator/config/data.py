@@ -1,8 +1,9 @@
 """Rows of data, prompts and sampling."""
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt
 
 from quartet.config.base import Config, Count
 from services.rollout.sample import MOST_STOPS
@@ -71,10 +72,6 @@ class SamplingConfig(Config):
     seeded: bool = True
     """Give each request a seed of its own, derived from the run's `seed` and the sample's number."""
 
-    @model_validator(mode="after")
-    def _least_fits(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens ({self.max_new_tokens})"
-            )
-        return self
+            yield f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens ({self.max_new_tokens})"

@@ -1,8 +1,9 @@
 """Overlap of sampling and training."""
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
 from quartet.config.base import Config, Count
 
@@ -34,24 +35,18 @@ class LoopConfig(Config):
     mismatch_steps: Count = 3
     """Steps in a row beyond that limit that end the run."""
 
-    @model_validator(mode="after")
-    def _depth_is_within_the_bound(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.depth is not None and self.depth > self.max_staleness:
-            raise ValueError(
+            yield (
                 f"depth ({self.depth}) must not exceed max_staleness ({self.max_staleness}), as a batch that is "
                 f"sampled so far ahead would be too old to train on: set max_staleness to {self.depth} or more, or a "
                 "lower depth"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _replicas_pause_in_lock_step_only(self) -> Self:
         if self.colocate and self.max_staleness:
-            raise ValueError(
+            yield (
                 "colocate: replicas would pause as they sample ahead: set max_staleness, which is "
                 f"{self.max_staleness}, to 0, or leave colocate out"
             )
-        return self
 
     @property
     def ahead(self) -> int:

@@ -1,9 +1,10 @@
 """The `orchestrator:` section of the YAML file as a whole, with its deadlines and its log."""
 
 import math
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.registry import DEFAULT, AnyAlgorithm, kinds
@@ -190,113 +191,73 @@ class OrchestratorConfig(Config):
         """The algorithm, with the longest response in place of what depends on it."""
         return self.algorithm.sized(self.sampling.max_new_tokens)
 
-    @model_validator(mode="after")
-    def _the_policy_learns(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         algorithm = self.algorithm
         if not algorithm.trains_policy(self.steps):
-            raise ValueError(
+            yield (
                 f"algorithm.critic_only_steps ({algorithm.critic_only_steps}, with kind {algorithm.kind}) must be "
                 f"less than steps ({self.steps}), or the policy would not learn"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _warm_up_is_part_of_the_run(self) -> Self:
         optimizer = self.policy.optimizer
         if optimizer.schedule == "cosine" and optimizer.warmup_steps >= self.optimizer_steps:
-            raise ValueError(
+            yield (
                 f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) must be less than the run's "
                 f"{self.optimizer_steps} optimizer steps ({self.optimizer_steps_said})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _batches_divide(self) -> Self:
         if self.algorithm.minibatch_size > self.batch_size:
-            raise ValueError(
+            yield (
                 f"algorithm.minibatch_size ({self.algorithm.minibatch_size}) must not exceed batch_size "
                 f"({self.batch_size})"
             )
         if self.batch_size % self.algorithm.samples_per_prompt:
-            raise ValueError(
+            yield (
                 f"batch_size ({self.batch_size}) must be a multiple of algorithm.samples_per_prompt "
                 f"({self.algorithm.samples_per_prompt}), so that a batch holds all responses to its prompts"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _buffer_is_part_of_the_longest_response(self) -> Self:
         buffer, longest = self.algorithm.overlong_buffer, self.sampling.max_new_tokens
         if buffer and self.environment is not None:
-            raise ValueError(
+            yield (
                 "algorithm.overlong_buffer: is for single responses, and an environment makes conversations of "
                 "several; leave one of them out"
             )
         if buffer > longest:
-            raise ValueError(
+            yield (
                 f"algorithm.overlong_buffer ({buffer}) must not exceed sampling.max_new_tokens ({longest}), of which "
                 "it is the last part"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _conversations_have_room(self) -> Self:
         if self.environment is not None and self.longest_response <= 2 * self.sampling.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"environment.max_tokens ({self.environment.max_tokens}) must be more than twice "
                 f"sampling.max_new_tokens ({self.sampling.max_new_tokens}), for two responses and an answer"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _coefficient_stays_positive(self) -> Self:
         kl = self.algorithm.kl
         # A step changes an adaptive coefficient by up to 0.2 * batch_size / horizon of itself (algorithms/kl.py).
         if kl.target is not None and kl.horizon <= 0.2 * self.batch_size:
-            raise ValueError(
-                f"algorithm.kl.horizon ({kl.horizon:g}) must be more than 0.2 * batch_size ({self.batch_size})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _penalty_has_its_reference(self) -> Self:
+            yield f"algorithm.kl.horizon ({kl.horizon:g}) must be more than 0.2 * batch_size ({self.batch_size})"
         if self.services.reference is None and self.algorithm.needs_reference:
-            raise ValueError(
+            yield (
                 f"services.reference: null, but algorithm.kl.coef {self.algorithm.kl.coef:g} penalises the KL to it; "
                 "give the service, or set algorithm.kl.coef to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _values_have_their_critic(self) -> Self:
         critic, kind = self.services.critic, self.algorithm.kind
         if critic is None and self.algorithm.needs_critic:
-            raise ValueError(
+            yield (
                 f"services.critic: null, but algorithm.kind {kind} takes its values; give the service, or set "
                 f"algorithm.kind to {kinds(critic=False)}"
             )
         if critic not in (None, ServiceConfig()) and not self.algorithm.needs_critic:
-            raise ValueError(f"services.critic: given, but algorithm.kind {kind} trains none; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _staleness_is_corrected(self) -> Self:
+            yield f"services.critic: given, but algorithm.kind {kind} trains none; leave it out"
         capped = self.algorithm.clip != "dis" and self.algorithm.correction in ("tis", "tis-sequence")
         if self.loop.max_staleness and capped and self.algorithm.importance_cap is None:
-            raise ValueError(
+            yield (
                 "algorithm.importance_cap: null turns off the importance weights, but with loop.max_staleness "
                 f"{self.loop.max_staleness} samples come from older policies; give a number such as 2"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _senders_are_ranks(self) -> Self:
         senders = self.weights.senders
         if senders > self.policy.ranks:
-            raise ValueError(f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})")
+            yield f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})"
         if self.weights.stage == "gpu" and self.weights.backend not in ("auto", "nccl"):
-            raise ValueError(
+            yield (
                 f"weights.stage: gpu is for weights that NCCL brings; weights.backend {self.weights.backend} has its "
                 "own place for them; leave it out"
             )
-        return self

@@ -5,11 +5,11 @@ docstring, which the user reads. `sft.py` is one.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt
 
 from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.config.data import SplitsConfig
@@ -40,11 +40,9 @@ class ExamplesConfig(SplitsConfig):
     """End each answer that is a text with the tokenizer's end token, by which the model learns to stop. False: texts
     hold it themselves, where they end. A chat template writes its own."""
 
-    @model_validator(mode="after")
-    def _a_template_ends_its_replies(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.chat_template and not self.append_eos:
-            raise ValueError("append_eos: a chat template writes its own end of a reply; leave it out")
-        return self
+            yield "append_eos: a chat template writes its own end of a reply; leave it out"
 
 
 class Supervised(LearnerConfig):
@@ -97,22 +95,14 @@ class Supervised(LearnerConfig):
             )
         return self.model_copy(update={"optimizer": optimizer.model_copy(update={"total_steps": steps})})
 
-    @model_validator(mode="after")
-    def _memory_is_its_own(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.colocate:
-            raise ValueError(
-                "colocate gives memory to services between updates, and this training has none beside it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_single_rank_is_the_command(self) -> Self:
+            yield "colocate gives memory to services between updates, and this training has none beside it"
         if given := self.place_without_ranks:
-            raise ValueError(
+            yield (
                 f"{', '.join(given)}: for several ranks; with ranks: 1 the command's own process trains, "
                 "with its environment and its GPU; leave it out"
             )
-        return self
 
     @abstractmethod
     def read(self, split: str, tokenizer: Any, ends: tuple[int, ...], vocabulary: int) -> Examples:

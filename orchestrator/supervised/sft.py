@@ -1,10 +1,8 @@
 """Supervised fine-tuning: a language model learns to answer as the examples do."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
-
-from pydantic import model_validator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from orchestrator.data.examples import (
     Examples,
@@ -40,21 +38,15 @@ class AnswersConfig(ExamplesConfig):
     replies: Literal["all", "last"] = "all"
     """Messages of the assistant in a whole conversation that are trained on."""
 
-    @model_validator(mode="after")
-    def _conversations_are_written_by_a_template(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.messages_key is not None and not self.chat_template:
-            raise ValueError("messages_key: conversations are written by a chat template; set chat_template to true")
-        return self
-
-    @model_validator(mode="after")
-    def _columns_are_of_conversations_or_of_answers(self) -> Self:
+            yield "messages_key: conversations are written by a chat template; set chat_template to true"
         if self.messages_key is None and "replies" in self.model_fields_set:
-            raise ValueError("replies: for whole conversations; name their column in messages_key, or leave it out")
+            yield "replies: for whole conversations; name their column in messages_key, or leave it out"
         if self.messages_key is not None and (given := {"input_key", "response_key"} & self.model_fields_set):
-            raise ValueError(
+            yield (
                 f"{', '.join(sorted(given))}: whole conversations have no such column; leave it out, or messages_key"
             )
-        return self
 
 
 class SFT(Supervised):

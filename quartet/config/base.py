@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quartet.config.explain import explain, shown
 
@@ -30,6 +30,18 @@ class Config(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    def _problems(self) -> Iterator[str]:
+        """Reasons why fields do not go together that are right each by itself. A class yields its own; those of the
+        classes above it come first."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for section in reversed(type(self).__mro__):
+            for problem in vars(section).get("_problems", Config._problems)(self):
+                raise ValueError(problem)
+        return self
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> Self:

@@ -1,8 +1,9 @@
 """Configuration of a learner: the policy's and the critic's alike."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds
 
@@ -40,11 +41,9 @@ class OptimizerConfig(Config):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
 
-    @model_validator(mode="after")
-    def _warm_up_ends(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
-            raise ValueError("warmup_steps must be less than total_steps")
-        return self
+            yield "warmup_steps must be less than total_steps"
 
 
 class LoraConfig(Config):
@@ -156,80 +155,44 @@ class LearnerConfig(Config):
         it, knows whole sequences only."""
         return self.packing and self.attn_implementation == "sdpa"
 
-    @model_validator(mode="after")
-    def _bf16_needs_zero(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.dtype == "bfloat16" and self.zero_stage == 0:
-            raise ValueError("dtype bfloat16 with zero_stage 0 drifts from fp32; set zero_stage to 1")
-        return self
-
-    @model_validator(mode="after")
-    def _offload_needs_zero(self) -> Self:
+            yield "dtype bfloat16 with zero_stage 0 drifts from fp32; set zero_stage to 1"
         if self.adam_offload and self.zero_stage == 0:
-            raise ValueError("adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3")
+            yield "adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3"
         if self.param_offload and self.zero_stage != 3:
-            raise ValueError("param_offload is part of ZeRO 3; set zero_stage to 3")
+            yield "param_offload is part of ZeRO 3; set zero_stage to 3"
         if self.colocate and self.zero_stage not in (1, 2):
-            raise ValueError(f"colocate needs zero_stage 1 or 2; it is {self.zero_stage}")
+            yield f"colocate needs zero_stage 1 or 2; it is {self.zero_stage}"
         if self.colocate and self.adam_offload:
-            raise ValueError(
-                "colocate: adam_offload always keeps the same state in host memory; leave out one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_make_whole_copies(self) -> Self:
+            yield "colocate: adam_offload always keeps the same state in host memory; leave out one of them"
         size = self.tensor_parallel.size
         if self.ranks % size:
-            raise ValueError(f"ranks must be a multiple of tensor_parallel.size {size}, got {self.ranks}")
+            yield f"ranks must be a multiple of tensor_parallel.size {size}, got {self.ranks}"
         if size > 1 and self.lora:
-            raise ValueError("lora goes with tensor_parallel.size 1 only; adapters are not divided")
-        return self
-
-    @model_validator(mode="after")
-    def _frozen_layers_are_whole(self) -> Self:
+            yield "lora goes with tensor_parallel.size 1 only; adapters are not divided"
         if self.freeze_attention and self.lora:
-            raise ValueError("freeze_attention: adapters leave all weights as they are; leave out one of the two")
+            yield "freeze_attention: adapters leave all weights as they are; leave out one of the two"
         if self.freeze_attention and self.tensor_parallel.size > 1:
-            raise ValueError("freeze_attention goes with tensor_parallel.size 1 only")
-        return self
-
-    @model_validator(mode="after")
-    def _packing_needs_a_kernel(self) -> Self:
+            yield "freeze_attention goes with tensor_parallel.size 1 only"
         if self.packing and self.attn_implementation == "eager":
-            raise ValueError("packing needs attn_implementation sdpa or flash_attention_2; eager mixes the sequences")
-        return self
-
-    @model_validator(mode="after")
-    def _flash_needs_half(self) -> Self:
+            yield "packing needs attn_implementation sdpa or flash_attention_2; eager mixes the sequences"
         if self.attn_implementation == "flash_attention_2" and self.dtype != "bfloat16":
-            raise ValueError(
-                "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_layers_are_whole(self) -> Self:
+            yield "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16"
         if self.compile_layers and (self.zero_stage == 3 or self.tensor_parallel.size > 1):
-            raise ValueError(
+            yield (
                 "compile_layers: layers that are divided among ranks are not compiled; set it to false, or set "
                 "zero_stage to 2 or lower and tensor_parallel.size to 1"
             )
         if self.compile_layers and self.attn_implementation == "flash_attention_2":
-            raise ValueError(
-                "compile_layers goes with attn_implementation sdpa or eager; set one of these, or it to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_rank_has_one_gpu(self) -> Self:
+            yield "compile_layers goes with attn_implementation sdpa or eager; set one of these, or it to false"
         if self.num_gpus > 1:
-            raise ValueError(f"num_gpus ({self.num_gpus:g}) must be 1 or less: a rank computes on one GPU; set ranks")
+            yield f"num_gpus ({self.num_gpus:g}) must be 1 or less: a rank computes on one GPU; set ranks"
         if self.ranks > 1 and 0 < self.num_gpus <= 0.5:
-            raise ValueError(
+            yield (
                 f"num_gpus ({self.num_gpus:g}) must be more than 0.5 with several ranks, or Ray puts two of them on "
                 "one GPU, which NCCL refuses"
             )
-        return self
 
 
 class PolicyConfig(LearnerConfig):

@@ -1,8 +1,9 @@
 """The work that a service admits, and its shares for callers: the `limits:` of a service's `args:`."""
 
-from typing import Annotated, Any, Self
+from collections.abc import Iterator
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from quartet.config.base import Config, Count, Fraction, Seconds
 
@@ -33,17 +34,15 @@ class LimitsConfig(Config):
     """Longest time, in seconds, that one pass of the model or function may take. After that it counts as hung: its
     callers get UNAVAILABLE, health fails, and Serve replaces the replica."""
 
-    @model_validator(mode="after")
-    def _a_call_fits_an_idle_service(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         share = min(self.caller_share, 1 - self.training_reserve)
         for unit in ("rows", "tokens"):
             call, waiting = getattr(self, f"max_call_{unit}"), getattr(self, f"max_waiting_{unit}")
             if call > share * waiting:
-                raise ValueError(
+                yield (
                     f"max_call_{unit}: {call}; should be at most {int(share * waiting)}, the part of "
                     f"max_waiting_{unit} that caller_share and training_reserve leave to one caller"
                 )
-        return self
 
 
 def completed_by(default: LimitsConfig) -> BeforeValidator:

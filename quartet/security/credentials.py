@@ -2,14 +2,13 @@
 for its owner."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
 
 import grpc
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quartet.config.base import Config, ConfigError, read_yaml
 from quartet.security.bearer import BearerPlugin, bearer_interceptors
@@ -43,13 +42,11 @@ class Credentials(Config):
     targets: dict[str, str] = Field(default={})
     """Host:port -> another credentials file or folder, for that server."""
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate, key: give both, or neither")
+            yield "certificate, key: give both, or neither"
         if self.plaintext and (self.ca or self.certificate or self.server_name):
-            raise ValueError("plaintext: true needs no ca, certificate and server_name; leave them out")
-        return self
+            yield "plaintext: true needs no ca, certificate and server_name; leave them out"
 
 
 def connect(target: str, environment: Mapping[str, str] | None = None) -> grpc.aio.Channel:

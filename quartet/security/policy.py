@@ -3,11 +3,12 @@
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from quartet.config.base import KIB, MIB, Config, ConfigError, Count, Fraction, Seconds, matching, read_yaml
 from quartet.security.http_routes import ROUTES
@@ -126,15 +127,13 @@ class Limits(Config):
         """Largest request, in bytes, of any method."""
         return max(self.other_message_bytes, *self.message_bytes.values())
 
-    @model_validator(mode="after")
-    def _a_request_fits_an_idle_port(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         most = int(min(self.caller_share, 1 - self.training_reserve) * self.unanswered_bytes)
         if self.largest > most:
-            raise ValueError(
+            yield (
                 f"message_bytes: {self.largest}; should be at most {most}, the part of unanswered_bytes that "
                 "caller_share and training_reserve leave to one caller"
             )
-        return self
 
 
 class AccessPolicy(Config):
@@ -147,22 +146,16 @@ class AccessPolicy(Config):
     limits: Limits = Limits()
     """Limits of the port, which hold for every caller."""
 
-    @model_validator(mode="after")
-    def _unambiguous(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if ANONYMOUS.name in self.identities:
-            raise ValueError(
-                f"identities.{ANONYMOUS.name}: the name is for callers without credentials; choose another"
-            )
+            yield f"identities.{ANONYMOUS.name}: the name is for callers without credentials; choose another"
         for field in ("tokens", "certificates"):
             given = [proof for identity in self.identities.values() for proof in getattr(identity, field)]
             if len(set(given)) < len(given):
-                raise ValueError(f"identities: the same entry of {field} is given more than once")
+                yield f"identities: the same entry of {field} is given more than once"
         by_certificate = self.tls is not None and self.tls.client_ca is not None
         if not by_certificate and not any(identity.tokens for identity in self.identities.values()):
-            raise ValueError(
-                "identities: none has tokens, and without tls.client_ca no certificate identifies a caller"
-            )
-        return self
+            yield "identities: none has tokens, and without tls.client_ca no certificate identifies a caller"
 
 
 def load_policy(path: Path) -> AccessPolicy:

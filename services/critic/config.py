@@ -1,8 +1,9 @@
 """Configuration of the critic service: the `args:` of its application in the YAML file."""
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import PositiveFloat, model_validator
+from pydantic import PositiveFloat
 
 from quartet.config.learner import LearnerConfig
 from quartet.config.limits import LimitsConfig, completed_by
@@ -35,17 +36,11 @@ class CriticConfig(LearnerConfig):
     """The only folder under which checkpoints and saved models are written and read. With several nodes it has to be
     on a disk that all share. The same as `orchestrator.checkpoint.root`. The run's lease is kept there too."""
 
-    @model_validator(mode="after")
-    def _cosine_ends(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.optimizer.schedule == "cosine" and self.optimizer.total_steps is None:
-            raise ValueError("optimizer.total_steps is required by schedule: cosine")
-        return self
-
-    @model_validator(mode="after")
-    def _a_single_rank_is_the_replica(self) -> Self:
+            yield "optimizer.total_steps is required by schedule: cosine"
         if given := self.place_without_ranks:
-            raise ValueError(
+            yield (
                 f"{', '.join(given)}: for several ranks, which have a place of their own; with ranks: 1 set "
                 "ray_actor_options and runtime_env of the deployment"
             )
-        return self

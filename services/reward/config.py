@@ -1,10 +1,10 @@
 """Configuration of the reward service: the `args:` of its application in the YAML file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quartet.config.base import Config, Count, ModelPath, matching
 from quartet.config.frozen import FrozenConfig
@@ -49,12 +49,10 @@ class SeveralScorerConfig(OwnConfig):
     scorers: Annotated[dict[ScoreName, "ScorerConfig"], Field(min_length=1)]
     """Name -> scorer. The scores of one that has names itself are called `name.its name`."""
 
-    @model_validator(mode="after")
-    def _parts_own_nothing(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         for name, part in self.scorers.items():
             if given := sorted(part.model_fields_set & OwnConfig.model_fields.keys()):
-                raise ValueError(f"scorers.{name}.{given[0]}: belongs to the whole; set it beside `kind: several`")
-        return self
+                yield f"scorers.{name}.{given[0]}: belongs to the whole; set it beside `kind: several`"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,11 +95,9 @@ class RewardConfig(Config):
     limits: LimitsConfig = LimitsConfig()
     """Limits on waiting calls, their shares among callers, and the time of a pass."""
 
-    @model_validator(mode="after")
-    def _scorer_or_scorers(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if bool(self.scorer) == bool(self.scorers):
-            raise ValueError("scorer: give this or scorers, one of them")
-        return self
+            yield "scorer: give this or scorers, one of them"
 
     @property
     def hosted(self) -> Mapping[str, Hosted]:

@@ -5,12 +5,13 @@ Each kind is a class here and a module of its name there, whose `make` gets the 
 
 import json
 import os
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from quartet.config.base import Config, ConfigError, Count, ModelPath, Seconds, matching
 from quartet.config.functions import PATH, load_function, source_of
@@ -146,11 +147,9 @@ class FunctionScorerConfig(WorkerScorerConfig):
     """Names of the scores, if the function gives several for each pair: it then returns a mapping of exactly these
     names to numbers for each. Empty: it returns a number for each."""
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if len({*self.names}) < len(self.names):
-            raise ValueError(f"names: {', '.join(self.names)} has one twice; give each score a name of its own")
-        return self
+            yield f"names: {', '.join(self.names)} has one twice; give each score a name of its own"
 
     @property
     def title(self) -> str:
@@ -233,19 +232,15 @@ class JsonSchemaScorerConfig(_AnswerKind):
     of each pair, in the place of the expected answer. References to other documents are refused, as nothing is
     fetched."""
 
-    @model_validator(mode="after")
-    def _schema_is_one(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         import jsonschema
 
         try:
             jsonschema.validators.validator_for(self.json_schema).check_schema(self.json_schema)
         except jsonschema.SchemaError as error:
-            raise ValueError(f"json_schema: is no schema: {error.message} at {error.json_path}") from None
+            yield f"json_schema: is no schema: {error.message} at {error.json_path}"
         if outside := next((ref for ref in _references(self.json_schema) if not ref.startswith("#")), ""):
-            raise ValueError(
-                f"json_schema: refers to {outside!r}, which would have to be fetched; copy it into $defs"
-            )
-        return self
+            yield f"json_schema: refers to {outside!r}, which would have to be fetched; copy it into $defs"
 
 
 class MathScorerConfig(_AnswerKind):
@@ -341,15 +336,13 @@ class JudgeScorerConfig(_Kind):
         """The same, with that of the key."""
         return (*self.environment, *([self.api_key] if self.api_key else []))
 
-    @model_validator(mode="after")
-    def _judges_the_response(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         wanted = ("{first}", "{second}") if self.against else ("{response}",)
         if missing := [each for each in wanted if self.template and each not in self.template]:
-            raise ValueError(f"template: lacks {', '.join(missing)}")
+            yield f"template: lacks {', '.join(missing)}"
         if self.lowest >= self.highest:
-            raise ValueError(f"highest: {self.highest:g}; should be more than lowest, {self.lowest:g}")
+            yield f"highest: {self.highest:g}; should be more than lowest, {self.lowest:g}"
         _check_clear(self.url, self.api_key)
-        return self
 
     def _field_of(self, variable: str) -> str:
         return "api_key" if variable == self.api_key else "environment"
@@ -388,15 +381,13 @@ class RemoteScorerConfig(WorkerScorerConfig):
         key = [self.api_key] if self.api_key else []
         return (*self.environment, *key, *([CREDENTIALS] if os.environ.get(CREDENTIALS) else []))
 
-    @model_validator(mode="after")
-    def _one_address(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if bool(self.target) == bool(self.url):
-            raise ValueError("target: give this, for gRPC, or url, for HTTP; one of them")
+            yield "target: give this, for gRPC, or url, for HTTP; one of them"
         others = {"api_key"} if self.target else {"application"}
         if wrong := sorted(others & self.model_fields_set):
-            raise ValueError(f"{wrong[0]}: belongs to {'url' if self.target else 'target'}")
+            yield f"{wrong[0]}: belongs to {'url' if self.target else 'target'}"
         _check_clear(self.url, self.api_key)
-        return self
 
     def _field_of(self, variable: str) -> str:
         return "api_key" if variable == self.api_key else "environment"
