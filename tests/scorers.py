@@ -86,6 +86,11 @@ def worded(pairs: Sequence[Pair]) -> list[str]:
     return ["good"] * len(pairs)
 
 
+def wrong_for_one(pairs: Sequence[Pair]) -> list[Any]:
+    """No number for the label `wrong`."""
+    return [{} if pair.label == "wrong" else 0.0 for pair in pairs]
+
+
 def not_finite(pairs: Sequence[Pair]) -> list[float]:
     return [float("nan")] * len(pairs)
 

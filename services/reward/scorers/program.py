@@ -15,6 +15,7 @@ import inspect
 import json
 import mmap
 import os
+import reprlib
 import resource
 import select
 import signal
@@ -38,6 +39,9 @@ _MOST_TRACE = 8000
 """Most characters of a traceback, for the service's log."""
 _MOST_TEXT = 2000
 """Most characters of what a function gave, and of a reason."""
+_NAMING = reprlib.Repr()
+_NAMING.maxstring = 80
+"""Shows the beginning and the end of a text."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
 
 
@@ -104,7 +108,7 @@ class Caller:
                 rows = _of_each(self._runner.run(given) if self._runner else given, len(pairs))
             else:
                 rows = self._runner.run(self._each(pairs, seconds))
-            return self._told(rows)
+            return self._told(rows, pairs)
         except DefectError as defect:
             return {"defect": str(defect)[:_MOST_TEXT]}
         except BaseException as error:  # SystemExit too: only the process itself may end
@@ -139,8 +143,8 @@ class Caller:
         self._place[PAIR] = 0
         return list(await asyncio.gather(*map(one, range(len(pairs)))))
 
-    def _told(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """The frame that holds what the function gave."""
+    def _told(self, rows: Sequence[Any], pairs: Sequence["Pair"]) -> dict[str, Any]:
+        """The frame that holds what the function gave for each pair."""
         from quartet.wire.outcomes import Unscored
 
         scores, unscored = array("d"), list[Any]()
@@ -152,23 +156,23 @@ class Caller:
                 unscored.append([row, given.why])
             elif isinstance(given, Unscored):
                 if given.outcome not in range(1, 6):
-                    raise DefectError(f"an Unscored of outcome {given.outcome!r} for pair {row}")
+                    raise DefectError(f"an Unscored of outcome {given.outcome!r} for {_named(pairs[row])}")
                 unscored.append([row, {"outcome": int(given.outcome), "reason": str(given.reason)[:_MOST_TEXT]}])
             else:
-                scores.extend(self._numbers(given, row))
+                scores.extend(self._numbers(given, pairs[row]))
                 continue
             scores.extend(nothing)
         return {"scores": scores.tobytes(), "unscored": unscored}
 
-    def _numbers(self, given: Any, row: int) -> list[float]:
+    def _numbers(self, given: Any, pair: "Pair") -> list[float]:
         """The scores of a pair in the order of the names."""
         if not self._names:
-            return [_number(given, row)]
+            return [_number(given, pair)]
         if not isinstance(given, Mapping):
-            raise DefectError(f"a {type(given).__name__} for pair {row}")
+            raise DefectError(f"a {type(given).__name__} for {_named(pair)}")
         if {*given} != {*self._names}:
-            raise DefectError(f"{', '.join(sorted(map(str, given))) or 'no name'} for pair {row}")
-        return [_number(given[name], row) for name in self._names]
+            raise DefectError(f"{', '.join(sorted(map(str, given))) or 'no name'} for {_named(pair)}")
+        return [_number(given[name], pair) for name in self._names]
 
     def _raised(self, error: BaseException) -> dict[str, Any]:
         """The kind and the place of an error, and its text for the log."""
@@ -203,16 +207,22 @@ def _for_memory(answer: Mapping[str, Any]) -> bool:
 def _of_each(given: Any, pairs: int) -> Sequence[Any]:
     """The values for all pairs as a sequence. DefectError unless it holds one for each."""
     given = given.tolist() if hasattr(given, "tolist") else given  # of torch, NumPy, pandas
+    asked = "1 pair" if pairs == 1 else f"{pairs} pairs"
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise DefectError(f"a {type(given).__name__} for {pairs} pairs")
+        raise DefectError(f"a {type(given).__name__} for {asked}")
     if len(given) != pairs:
-        raise DefectError(f"{len(given)} scores for {pairs} pairs")
+        raise DefectError(f"{len(given)} scores for {asked}")
     return given
 
 
-def _number(given: Any, row: int) -> float:
+def _named(pair: "Pair") -> str:
+    """The pair by its texts, which its caller knows: its place in this call is that of no row of the caller's."""
+    return f"prompt {_NAMING.repr(pair.prompt)}, response {_NAMING.repr(pair.response)}"
+
+
+def _number(given: Any, pair: "Pair") -> float:
     if isinstance(given, Sequence | Mapping | set) and not isinstance(given, str | bytes):
-        raise DefectError(f"a {type(given).__name__} for pair {row}")
+        raise DefectError(f"a {type(given).__name__} for {_named(pair)}")
     try:
         if isinstance(given, str | bytes):
             raise TypeError
@@ -220,7 +230,7 @@ def _number(given: Any, row: int) -> float:
     except OverflowError:  # a whole number beyond any float
         return float("inf")
     except (TypeError, ValueError, RuntimeError):
-        raise DefectError(f"something that is no number for pair {row}") from None
+        raise DefectError(f"something that is no number for {_named(pair)}") from None
 
 
 def _loaded(given: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:

@@ -42,6 +42,8 @@ PAIRS = [
     for prompt, response in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)
 ]
 LENGTHS = [2.0, 4.0, 1.0, 3.0]
+FIRST = f"prompt '', response '{PAIRS[0].pair.response}'"
+"""The first pair, as errors name it."""
 SOURCE = hashlib.sha256((Path(__file__).parents[4] / "scorers.py").read_bytes()).hexdigest()
 
 
@@ -176,9 +178,9 @@ def test_a_function_sees_texts_and_labels() -> None:
     ("name", "message"),
     [
         ("too_few", "tests.scorers:too_few gave 3 scores for 4 pairs; should give one number each"),
-        ("nested", "tests.scorers:nested gave a list for pair 0; should give one number each"),
+        ("nested", f"tests.scorers:nested gave a list for {FIRST}; should give one number each"),
         ("nothing", "tests.scorers:nothing gave a NoneType for 4 pairs; should give one number each"),
-        ("worded", "tests.scorers:worded gave something that is no number for pair 0; should give one number each"),
+        ("worded", f"tests.scorers:worded gave something that is no number for {FIRST}; should give one number each"),
     ],
 )
 def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
@@ -216,6 +218,15 @@ def test_pairs_without_a_score_have_an_outcome_and_a_reason(name: str, outcome: 
     assert scored(make(**function(name))) == [Unscored(outcome, reason)] * 4
 
 
+def test_a_pair_with_a_wrong_answer_is_named_by_its_texts_wherever_it_is_in_a_call() -> None:
+    prompt = f"{'a' * 5000} the question {'z' * 30}"
+    wrong = EncodedPair(*arrays([[1], [2]]), Pair(prompt=prompt, response="a short answer", label="wrong"))
+    named = r"for prompt 'a+\.\.\.uestion z+', response 'a short answer'; should give one number each$"
+    with pytest.raises(FailedPrecondition, match=named) as caught:
+        scored(make(**function("wrong_for_one")), [*PAIRS, wrong])
+    assert len(str(caught.value)) < 300
+
+
 def test_a_function_says_itself_that_a_pair_is_not_scored() -> None:
     two, four, one, _ = PAIRS
     results = scored(make(**function("picky")), [two, one, four])
@@ -226,7 +237,7 @@ def test_a_function_says_itself_that_a_pair_is_not_scored() -> None:
     told = [each if isinstance(each, Unscored) else each.tolist() for each in results]
     assert told == [[2.0, 2.0], Unscored(Outcome.REFUSED, "picky: one word is not judged")]
     with pytest.raises(
-        FailedPrecondition, match=r"says_scored gave an Unscored of outcome .* for pair 0; should give"
+        FailedPrecondition, match=f"says_scored gave an Unscored of outcome .* for {FIRST}; should give"
     ):
         scored(make(**function("says_scored")))
     [long] = scored(make(**function("says_much")), PAIRS[:1])
@@ -259,17 +270,17 @@ def test_a_function_gives_several_scores_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("count", "gave a float for pair 0; should give for each pair a mapping of right, words to numbers"),
-        ("one_name", "gave right for pair 0; should give for each pair a mapping of right, words to numbers"),
+        ("count", f"gave a float for {FIRST}; should give for each pair a mapping of right, words to numbers"),
+        ("one_name", f"gave right for {FIRST}; should give for each pair a mapping of right, words to numbers"),
         (
             "three_names",
-            "gave length, right, words for pair 0; should give for each pair a mapping of right, words .*",
+            f"gave length, right, words for {FIRST}; should give for each pair a mapping of right, words .*",
         ),
         ("two_too_few", "gave 3 scores for 4 pairs; should give for each pair a mapping of right, words to numbers"),
         ("by_name", "gave a dict for 4 pairs; should give for each pair a mapping of right, words to numbers"),
         (
             "two_worded",
-            "gave something that is no number for pair 0; should give for each pair a mapping of right, .*",
+            f"gave something that is no number for {FIRST}; should give for each pair a mapping of right, .*",
         ),
     ],
 )
