@@ -234,10 +234,6 @@ class Columns:
         """With these columns of one number per trajectory, in place of those of their names."""
         return self._with("row", columns)
 
-    def with_tokens(self, **columns: Array) -> "Columns":
-        """With these columns of one number per token, in place of those of their names."""
-        return self._with("token", columns)
-
     def with_sampled(self, **columns: Array) -> "Columns":
         """With these columns of one number per sampled token, in place of those of their names."""
         return self._with("sampled", columns)

@@ -65,22 +65,19 @@ def packed(rows: list[Plain]) -> Columns:
     def end_to_end(parts: list[list[Any]], dtype: Any) -> Any:
         return np.asarray([value for part in parts for value in part], dtype)
 
-    columns = Columns.of(
+    columns = Columns(
         end_to_end([row.ids for row in rows], np.int32),
         np.asarray([len(row.ids) for row in rows], np.int32),
         end_to_end([row.sampled for row in rows], np.bool_),
+        {"position": ("token", end_to_end([list(range(len(row.ids))) for row in rows], np.int32))},
     )
-    return (
-        columns.with_rows(
-            number=np.asarray([row.number for row in rows], np.int64),
-            truncated=np.asarray([row.truncated for row in rows], np.bool_),
-            score=np.asarray([row.score for row in rows], np.float32),
-        )
-        .with_tokens(position=end_to_end([list(range(len(row.ids))) for row in rows], np.int32))
-        .with_sampled(
-            logprobs=end_to_end([row.logprobs for row in rows], np.float32),
-            trained=end_to_end([row.trained for row in rows], np.bool_),
-        )
+    return columns.with_rows(
+        number=np.asarray([row.number for row in rows], np.int64),
+        truncated=np.asarray([row.truncated for row in rows], np.bool_),
+        score=np.asarray([row.score for row in rows], np.float32),
+    ).with_sampled(
+        logprobs=end_to_end([row.logprobs for row in rows], np.float32),
+        trained=end_to_end([row.trained for row in rows], np.bool_),
     )
 
 
