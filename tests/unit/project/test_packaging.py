@@ -49,7 +49,7 @@ def test_import_names_collide_with_no_other_distribution(name: str) -> None:
 
 def test_the_distribution_names_its_plugin_and_command() -> None:
     ours = {(point.group, point.name): point for point in distribution("quartet-ppo").entry_points}
-    assert ours["console_scripts", "quartet"].value == "orchestrator.cli:main"
+    assert ours["console_scripts", "quartet"].value == "orchestrator.entry:main"
     plugin = ours["vllm.general_plugins", "quartet"]
     assert plugin in entry_points(group="vllm.general_plugins")
     assert callable(plugin.load())
