@@ -201,15 +201,20 @@ def _launch(say: Say, state: Path, log: Path, promised: Collection[int]) -> "tup
     token, ports = state.with_name(TOKEN), Ports.free(promised)
     privacy.write_token(token)
     say(f"starting a Ray head at 127.0.0.1:{ports.gcs}")
-    head = launch(ports, privacy.environment(token, folder), folder, secret, log)
+    # Written before too, as whatever ends this process once the head is there would leave a head that none finds.
+    # This process has no mark of the head's, so that nothing takes it for the head.
     record = HeadRecord(
-        pid=head.pid,
-        created=processes.uptime_at_start(psutil.Process(head.pid)),
+        pid=os.getpid(),
+        created=processes.uptime_at_start(psutil.Process()),
         gcs=ports.gcs,
         dashboard=ports.dashboard,
         name=folder.name,
         secret=secret,
     )
+    head_record.write(state, record)
+    head = launch(ports, privacy.environment(token, folder), folder, secret, log)
+    started = processes.uptime_at_start(psutil.Process(head.pid))
+    record = record.model_copy(update={"pid": head.pid, "created": started})
     head_record.write(state, record)
     return _cluster(record, state, folder), head
 

@@ -22,7 +22,7 @@ class HeadRecord(Config):
     """A head that `quartet up` started in this folder."""
 
     pid: Annotated[int, Field(ge=1)]
-    """Process of the head."""
+    """Process of the head; while it is being started, the one that starts it."""
     created: float
     """Seconds from the machine's start to that of the process, to tell it from a later process with the same pid."""
     gcs: _Port

@@ -1,11 +1,13 @@
 """A head whose own processes were too slow for Ray is started again; the program `ray start` is a fake one."""
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from orchestrator.deployment import cluster
+from orchestrator.deployment.head import launch
 from tests.unit.fake_clock import Clock
 
 pytestmark = pytest.mark.processes
@@ -90,3 +92,24 @@ def test_any_other_end_is_told_at_once(folder: Path) -> None:
     with pytest.raises(cluster.ClusterError, match=r"Ray ended with status 1:\nno such option"):
         cluster.start(print)
     assert (folder / "starts").read_text() == "1"
+
+
+def test_a_head_whose_start_is_interrupted_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C, or a kill, before its process has been noted."""
+    fails(folder, 0, "")
+    launched = []
+
+    def interrupted(*arguments: Any) -> Any:
+        launched.append(launch(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.start(print)
+    left = cluster.last()
+    assert left is not None
+    assert (left.alive, [process.pid for process in left.processes()]) == (False, [launched[0].pid])
+    cluster.stop(left)
+    assert launched[0].wait(60) != 0
+    assert cluster.last() is None
+    assert not Path(left.folder).exists()
