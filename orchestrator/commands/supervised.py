@@ -267,7 +267,12 @@ class Run:
                 f"epochs: {self.training.epochs} makes {self.order.steps} steps, but the last checkpoint is of "
                 f"step {state.step}"
             )
-        self.progress.note(f"resuming {self.run_dir} after step {state.step} of {self.order.steps}")
+        if state.step == self.order.steps:
+            self.progress.note(
+                f"{self.run_dir} is finished, at step {state.step}; its model is written again, and more epochs go on"
+            )
+        else:
+            self.progress.note(f"resuming {self.run_dir} after step {state.step} of {self.order.steps}")
         with contextlib.suppress(ConfigError):
             for line in differences(read_yaml(self.run_dir / "config.yaml"), self.record):
                 self.progress.note(line)
@@ -331,7 +336,8 @@ class Run:
         # Before its checkpoint, as a resumed run keeps the lines up to there.
         shown.step(done, metrics | {"seconds/checkpoint": kept.waited_s(), "seconds/step": time.monotonic() - began})
         end_if_stuck(state, self.training.checkpoint, kept.last_step)
-        await kept.take_if_due(state)
+        # Also after the last step, by which a finished run is known.
+        await kept.take_if_due(state, last=done == self.order.steps)
         await shown.pause()
         return state
 

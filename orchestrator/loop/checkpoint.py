@@ -83,8 +83,9 @@ class Checkpoints:
             await self._take(state)
             await self._settled(required=True)
 
-    async def take_if_due(self, state: LoopState) -> None:
-        """Takes a checkpoint if one is due. Returns when all state is copied; writing continues in the background.
+    async def take_if_due(self, state: LoopState, *, last: bool = False) -> None:
+        """Takes a checkpoint if one is due, as it is after the `last` step of a run that wants it. Returns when all
+        state is copied; writing continues in the background.
 
         While optimizer steps are skipped because their gradient is not finite, none is taken, so that the last good
         one is kept; the one that is due is taken after the next good step.
@@ -92,7 +93,7 @@ class Checkpoints:
         Raises:
             Errors of LOSSES: a learner is lost.
         """
-        self._due = self._due or (self._config.every > 0 and state.step % self._config.every == 0)
+        self._due = self._due or (self._config.every > 0 and (last or state.step % self._config.every == 0))
         if not self._due or state.skipped_in_a_row:
             return
         self._due = False

@@ -12,6 +12,7 @@ from orchestrator.report.page import write_report
 from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.registry import TRAININGS
 from quartet.config.base import ConfigError
+from quartet.folders import remove
 from quartet.ranks.group import RankGroup
 from quartet.wire.errors import NotFinite
 from tests.unit.fake_ranks import NEVER, FakeRank
@@ -71,6 +72,23 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(command: str, fields: dict[str
     assert "after step 2 of 5" in runs.said
     assert measured(ended) == measured(whole)
     assert same(weights(ended / "model"), weights(whole / "model"))
+
+
+def test_a_run_that_is_finished_is_not_trained_again(command: str, fields: dict[str, Any], runs: Runs) -> None:
+    """Whatever its last step; with more passes it goes on from there."""
+    fields |= {"checkpoint": {"every": 10}}
+    run = runs.run(command, fields)
+    before, lines = weights(run / "model"), measured(run)
+    remove(run / "model")
+    runs.run(command, fields, resume=True)
+    assert f"is finished, at step {STEPS}" in runs.said
+    assert "step 1/" not in runs.said
+    assert measured(run) == lines
+    assert same(weights(run / "model"), before)
+    runs.run(command, fields | {"epochs": 3}, resume=True)
+    assert f"resuming {run} after step {STEPS} of 7" in runs.said
+    assert [line["step"] for line in measured(run)] == [*range(8)]
+    assert measured(run)[: len(lines)] == lines
 
 
 def test_other_examples_or_another_order_cannot_go_on(
