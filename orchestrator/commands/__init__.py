@@ -1,4 +1,4 @@
 """The commands `quartet train`, `check`, `evaluate` and others: each connects the packages.
 
-May import all but cli and report. api, cli and recipes import it.
+May import all but cli, entry and report. api, cli and recipes import it.
 """

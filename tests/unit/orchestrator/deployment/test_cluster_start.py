@@ -95,7 +95,7 @@ def test_any_other_end_is_told_at_once(folder: Path) -> None:
 
 
 def test_a_head_whose_start_is_interrupted_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by Ctrl-C, or a kill, before its process has been noted."""
+    """Ctrl-C and kills come before its process has been noted, too."""
     fails(folder, 0, "")
     launched = []
 
