@@ -127,15 +127,22 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class Servicer(RewardServicer):  # type: ignore[misc]
-    """The same scorers behind gRPC."""
+    """The same scorers behind gRPC, as the application of this name."""
 
-    def __init__(self, judges: Mapping[str, Judge]) -> None:
-        self.service = Service(judges)
+    def __init__(self, judges: Mapping[str, Judge], application: str) -> None:
+        self.service, self._application = Service(judges), application
+
+    async def _check(self, context: Any) -> None:
+        """Refuses a call to another application."""
+        if ("application", self._application) not in [*context.invocation_metadata()]:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is only {self._application}")
 
     async def Info(self, request: Any, context: Any) -> pb.RewardInfo:
+        await self._check(context)
         return pb.RewardInfo(scorers=await self.service.scorers(1))
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        await self._check(context)
         service = self.service.named(request.scorer or next(iter(self.service.judges)))
         known: dict[str, Any] = {"labels": [*request.labels], "groups": (), "timeout_s": 1}
         known["columns"] = [json.loads(each) for each in request.columns]
@@ -157,10 +164,10 @@ class Servicer(RewardServicer):  # type: ignore[misc]
 
 
 @asynccontextmanager
-async def served(judges: Mapping[str, Judge]) -> AsyncIterator[str]:
+async def served(judges: Mapping[str, Judge], application: str = "reward") -> AsyncIterator[str]:
     """The address of a real gRPC server with these scorers."""
     server = grpc.aio.server()
-    add_RewardServicer_to_server(Servicer(judges), server)  # type: ignore[no-untyped-call]
+    add_RewardServicer_to_server(Servicer(judges, application), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -172,14 +179,14 @@ async def served(judges: Mapping[str, Judge]) -> AsyncIterator[str]:
 class InThread:
     """A context with such a server in a thread, for callers that block their own; the address."""
 
-    def __init__(self, judges: Mapping[str, Judge]) -> None:
-        self._judges, self.target = judges, ""
+    def __init__(self, judges: Mapping[str, Judge], application: str = "reward") -> None:
+        self._judges, self._application, self.target = judges, application, ""
         self._up, self._ends = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with served(self._judges) as self.target:
+        async with served(self._judges, self._application) as self.target:
             self._up.set()
             await self._ends.wait()
 

@@ -66,6 +66,21 @@ def test_rows_of_a_file_are_evaluated(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--scorer length: was" in str(refused.exception)
 
 
+@pytest.mark.parametrize("command", ["score", "evaluate"])
+def test_a_reward_service_of_another_name_is_asked_by_it(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("answers.jsonl").write_text(ROWS)
+    with InThread({"length": length}, application="taste") as target:
+        asked = [command, "answers.jsonl", "--hub", target, "--output", "out"]
+        done = CliRunner().invoke(app, [*asked, "--application", "taste"])
+        assert done.exit_code == 0, done.output
+        other = CliRunner().invoke(app, [*asked, "--overwrite"])
+    assert isinstance(other.exception, NotFound)
+    assert str(other.exception) == "reward.Info: there is only taste"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
