@@ -220,7 +220,8 @@ def test_pairs_without_a_score_have_an_outcome_and_a_reason(name: str, outcome: 
 
 def test_a_pair_with_a_wrong_answer_is_named_by_its_texts_wherever_it_is_in_a_call() -> None:
     prompt = f"{'a' * 5000} the question {'z' * 30}"
-    wrong = EncodedPair(*arrays([[1], [2]]), Pair(prompt=prompt, response="a short answer", label="wrong"))
+    asked, answer = arrays([[1], [2]])
+    wrong = EncodedPair(asked, answer, Pair(prompt=prompt, response="a short answer", label="wrong"))
     named = r"for prompt 'a+\.\.\.uestion z+', response 'a short answer'; should give one number each$"
     with pytest.raises(FailedPrecondition, match=named) as caught:
         scored(make(**function("wrong_for_one")), [*PAIRS, wrong])
