@@ -35,6 +35,7 @@ $(VENV)/.installed: pyproject.toml $(LOCKED) constraints/build.txt
 	case $$version in 3.11|3.12|3.13) ;; *) \
 	echo "$$python is $$version, and Quartet needs 3.11, 3.12 or 3.13, such as:" \
 	"$(if $(wildcard $(VENV)),make clean && )make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1;; esac
+	@echo "installing into $(VENV), about 4 GB: minutes, where all of it has to be downloaded"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r constraints/build.txt
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --compile-bytecode $(UV_TORCH) --verify-hashes \

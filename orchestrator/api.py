@@ -246,6 +246,9 @@ class _Paced:
     def start(self, total_steps: int, done: int) -> None:
         self._total, self._done = total_steps, done
 
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """Does nothing: `metrics` has them."""
+
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
         self._done, self._last = step, Step(step, dict(metrics))
 

@@ -246,6 +246,8 @@ class Run:
                 await policy.close()
 
     async def _policy(self, attempt: int) -> Policy:
+        ranks = self._config.policy.ranks
+        self.progress.note(f"starting the policy's learner, {ranks} rank{'s' if ranks > 1 else ''}")
         try:
             return await Policy.start(self._config, self.inputs.distribution)
         except ResourceExhausted as error:

@@ -35,6 +35,9 @@ class Progress(Protocol):
 
     def start(self, total_steps: int, done: int) -> None: ...
 
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """Shows the evaluation before the first step."""
+
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None: ...
 
     async def pause(self) -> None:
@@ -104,6 +107,9 @@ class RichProgress:
         self._live.update(self._task, total=total_steps, completed=done, visible=True)
         self._live.start()
 
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        self.note(f"before training  {self._headline.update(metrics)}")
+
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
         self._live.below = who_waits(metrics)
         self._live.update(
@@ -131,6 +137,9 @@ class PlainProgress:
 
     def start(self, total_steps: int, done: int) -> None:
         self._total = total_steps
+
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        self.note(f"before training  {self._headline.update(metrics)}")
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
         headline, waits = self._headline.update(metrics), who_waits(metrics)

@@ -26,8 +26,9 @@ class Record:
             self._progress.stop()
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics from before the first step, as step 0."""
+        """Logs the metrics from before the first step, as step 0, and shows them."""
         self._log.write(0, metrics)
+        self._progress.before_training(metrics)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs one step and shows it. `metrics` must hold `seconds/step`."""

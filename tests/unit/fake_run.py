@@ -157,6 +157,9 @@ class FakeProgress:
     def start(self, total_steps: int, done: int) -> None:
         self.calls.append(("start", total_steps, done))
 
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        self.calls.append("before training")
+
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
         assert seconds_left >= 0
         self.calls.append(("step", step))

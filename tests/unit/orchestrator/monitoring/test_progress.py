@@ -68,9 +68,14 @@ def test_plain_progress_writes_a_line_per_step() -> None:
     progress = PlainProgress(stream)
     progress.start(40, 0)
     progress.note("evaluating")
+    progress.before_training({"eval/score": -0.25})
     progress.step(3, {"score/mean": 0.512, "kl/reference": 3.5}, seconds_left=74)
     progress.stop()
-    assert stream.getvalue() == "evaluating\nstep 3/40  score 0.51  KL 3.50  1 min 14 s left\n"
+    assert stream.getvalue().splitlines() == [
+        "evaluating",
+        "before training  held-out -0.25",
+        "step 3/40  score 0.51  KL 3.50  held-out -0.25  1 min 14 s left",
+    ]
 
 
 WAITS = {"wait/policy/rollout": 0.382, "wait/policy/push": 0.1, "wait/rollout/push": 0.118, "wait/push/policy": 0.9}
@@ -108,10 +113,12 @@ def test_rich_progress_shows_the_step_the_figures_and_the_time_left() -> None:
     progress = RichProgress(Console(file=stream, force_terminal=True, width=120, color_system=None))
     progress.start(40, 0)
     progress.note("weights [bold]pushed[/bold]")
+    progress.before_training({"eval/score": -0.25})
     progress.step(3, {"score/mean": 0.512, "kl/reference": 3.5, "eval/[red]gold": 0.25}, seconds_left=74)
     progress.stop()
     # Names and notes are text, not rich's markup.
     assert "weights [bold]pushed[/bold]" in stream.getvalue()
+    assert "before training  held-out -0.25" in stream.getvalue()
     # After the last frame comes only the code that shows the cursor again.
     last = stream.getvalue().splitlines()[-2]
     for part in ("step", "3/40", "score 0.51  KL 3.50  [red]gold 0.25", "1 min 14 s left"):

@@ -45,7 +45,7 @@ async def test_the_order_of_a_run(policy_folder: Path) -> None:
         ("checkpoint", 3),
         ("save", "saved"),
     ]
-    assert stage.progress.calls == [("start", 3, 0), ("step", 1), ("step", 2), ("step", 3), "stop"]
+    assert stage.progress.calls == [("start", 3, 0), "before training", ("step", 1), ("step", 2), ("step", 3), "stop"]
 
 
 ON_POLICY = {"minibatch_size": 2, "epochs": 1, "kl": {"placement": "loss", "estimator": "k2"}}

@@ -99,4 +99,4 @@ async def test_a_failure_ends_the_run_and_keeps_what_was_logged(policy_folder: P
     assert sorted(stage.log.lines) == [0]
     assert "save" not in stage.journal.names()
     assert stage.journal.names().count("push") == 1
-    assert stage.progress.calls == [("start", 3, 0), "stop"]
+    assert stage.progress.calls == [("start", 3, 0), "before training", "stop"]
