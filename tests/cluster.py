@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import free_ports
+from orchestrator.deployment.redeployment import fixed
 from quartet.security.credentials import VARIABLE, connect
 from quartet.security.keys.folder import Keys
 from quartet.security.local import FOLDER
@@ -133,6 +134,27 @@ class Quartet:
         raw = self.raw | {"applications": self.raw["applications"] + applications}
         path.write_text(yaml.safe_dump(raw))
         serving.deploy(self.cluster, path)
+
+    @contextmanager
+    def scoring(self, name: str, **args: Any) -> Iterator[dict[str, Any]]:
+        """Context in which another reward application runs, of the policy's tokenizer and these `args:`."""
+        application = {
+            "name": name,
+            "route_prefix": f"/{name}",
+            "import_path": "services.reward.replica:build",
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
+            "args": {"tokenizer": str(self.policy), **args},
+            "deployments": [
+                {"name": each, "ray_actor_options": {"num_cpus": 0.1}} | fixed(1)
+                for each in ("Reward", *args.get("scorers", ()))
+            ],
+        }
+        self.deploy([application], f"with-{name}")
+        try:
+            serving.await_running(self.cluster, (name,), print, START_S)
+            yield application
+        finally:
+            self.deploy([], f"without-{name}")
 
 
 def _wire(request: Any) -> bytes:

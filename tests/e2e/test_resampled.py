@@ -11,11 +11,10 @@ import msgpack
 import pytest
 import yaml
 
-from orchestrator.deployment import serving
 from orchestrator.experience.experience import SCHEMA
 from orchestrator.loop.checkpoint_folder import latest
 from quartet.columns import Columns
-from tests.cluster import START_S, Quartet
+from tests.cluster import Quartet
 from tests.runs import EVERY, Run, assert_same
 
 STEPS, BATCH, EACH, PROMPTS = 4, 16, 2, 400
@@ -34,23 +33,9 @@ APPLICATION = "odd"
 @pytest.fixture(scope="module")
 def scored(quartet: Quartet) -> Iterator[dict[str, Any]]:
     """A reward application of two scores, so that half of the groups of two have no spread."""
-    application = {
-        "name": APPLICATION,
-        "route_prefix": f"/{APPLICATION}",
-        "import_path": "services.reward.replica:build",
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
-        "args": {
-            "tokenizer": str(quartet.policy),
-            "scorer": {"kind": "function", "function": "tests.scorers:odd", "pair_timeout_s": 300.0},
-        },
-        "deployments": [{"name": "Reward", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}}],
-    }
-    quartet.deploy([application], APPLICATION)
-    try:
-        serving.await_running(quartet.cluster, (APPLICATION,), print, START_S)
+    function = {"kind": "function", "function": "tests.scorers:odd", "pair_timeout_s": 300.0}
+    with quartet.scoring(APPLICATION, scorer=function) as application:
         yield application
-    finally:
-        quartet.deploy([], "as-before")
 
 
 def resampling(quartet: Quartet, scored: dict[str, Any], name: str) -> Run:

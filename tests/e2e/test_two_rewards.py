@@ -3,6 +3,7 @@ and whose prompts have tasks."""
 
 import json
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -10,13 +11,11 @@ import numpy as np
 import pytest
 import yaml
 
-from orchestrator.deployment import serving
-from orchestrator.deployment.redeployment import fixed
 from orchestrator.experience.experience import schema_of
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
-from tests.cluster import START_S, Quartet
+from tests.cluster import Quartet
 from tests.commands import finished
 from tests.runs import Run, assert_same
 
@@ -25,32 +24,23 @@ NAMES = ["right", "brief"]
 REWARDS = {"right": {"weight": 2.0}, "brief": {"weight": [[1, 0.1], [3, 0.5]], "normalise": "running", "clip": 4.0}}
 
 
-def named(quartet: Quartet) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def named(quartet: Quartet) -> Iterator[dict[str, Any]]:
     """Another reward application: of the example, and of a scorer that only others ask."""
     rules = {"kind": "function", "function": "examples.two_rewards:score", "names": NAMES}
-    return {
-        "name": "named",
-        "route_prefix": "/named",
-        "import_path": "services.reward.replica:build",
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
-        "args": {
-            "tokenizer": str(quartet.policy),
-            "scorers": {"rules": rules, "words": {"kind": "function", "function": "tests.scorers:count"}},
-        },
-        "deployments": [
-            {"name": name, "ray_actor_options": {"num_cpus": 0.1}} | fixed(1) for name in ("Reward", "rules", "words")
-        ],
-    }
+    words = {"kind": "function", "function": "tests.scorers:count"}
+    with quartet.scoring("named", scorers={"rules": rules, "words": words}) as application:
+        yield application
 
 
-def run_of(quartet: Quartet, name: str, rewards: dict[str, Any]) -> Run:
+def run_of(quartet: Quartet, named: dict[str, Any], name: str, rewards: dict[str, Any]) -> Run:
     """A run that these rewards train, by a service beside that of other runs."""
     run = Run(quartet, name, rewards=rewards)
     prompts = quartet.folder / "with-tasks.jsonl"
     rows = [{"prompt": f"w{4 + n} w{5 + n}", "label": f"w{4 + n}", "kind": ["even", "odd"][n % 2]} for n in range(40)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     raw = yaml.safe_load(run.config.read_text())
-    raw["applications"].append(named(quartet))
+    raw["applications"].append(named)
     raw["orchestrator"] |= {
         "steps": STEPS,
         "services": {"reward": {"application": "named", "scorer": "rules"}},
@@ -67,14 +57,11 @@ def run_of(quartet: Quartet, name: str, rewards: dict[str, Any]) -> Run:
 
 
 @pytest.fixture(scope="module")
-def straight(quartet: Quartet) -> Any:
+def straight(quartet: Quartet, named: dict[str, Any]) -> Run:
     """A run that nothing happened to."""
-    quartet.deploy([named(quartet)], "with-named")
-    serving.await_running(quartet.cluster, ("named",), print, START_S)
-    run = run_of(quartet, "two-rewards", REWARDS)
+    run = run_of(quartet, named, "two-rewards", REWARDS)
     run.finish()
-    yield run
-    quartet.deploy([], "without-named")
+    return run
 
 
 def test_both_names_are_scored_weighed_measured_and_kept(straight: Run) -> None:
@@ -108,9 +95,11 @@ def test_both_names_are_scored_weighed_measured_and_kept(straight: Run) -> None:
     assert last.state.normalisers["brief"].mean == pytest.approx(float(np.mean(seen[: 2 * BATCH])), abs=1e-6)
 
 
-def test_one_that_is_killed_ends_with_the_same_weights(quartet: Quartet, straight: Run) -> None:
+def test_one_that_is_killed_ends_with_the_same_weights(
+    quartet: Quartet, named: dict[str, Any], straight: Run
+) -> None:
     """With the checkpoint of step 2, after which it goes on from there; from the same policy and samples."""
-    again = run_of(quartet, "two-again", REWARDS)
+    again = run_of(quartet, named, "two-again", REWARDS)
     for folder in ("checkpoints/step-000000", "journal"):
         shutil.copytree(straight.folder / folder, again.folder / folder)
     try:
@@ -121,10 +110,12 @@ def test_one_that_is_killed_ends_with_the_same_weights(quartet: Quartet, straigh
         again.end()
 
 
-def test_check_names_what_has_no_weight_and_the_report_draws_each_name(quartet: Quartet, straight: Run) -> None:
+def test_check_names_what_has_no_weight_and_the_report_draws_each_name(
+    quartet: Quartet, named: dict[str, Any], straight: Run
+) -> None:
     code, told = finished(quartet.folder, "check", str(straight.config))
     assert code == 0, told
-    wrong = run_of(quartet, "two-wrong", {"right": {}, "kind": {}})
+    wrong = run_of(quartet, named, "two-wrong", {"right": {}, "kind": {}})
     code, told = finished(quartet.folder, "check", str(wrong.config))
     assert code != 0
     told = " ".join(told.split())

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import yaml
 
-from orchestrator.deployment import serving
-from orchestrator.deployment.redeployment import fixed
 from orchestrator.experience.experience import SCHEMA
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
 from services.reward.client import RewardClient
-from tests.cluster import START_S, Quartet
+from tests.cluster import Quartet
 from tests.commands import PATIENCE_S
 from tests.runs import Run
 
@@ -28,21 +26,8 @@ LABELS = dict.fromkeys(range(0, PROMPTS, 5), "breaks") | dict.fromkeys(range(1, 
 @pytest.fixture(scope="module")
 def spotty(quartet: Quartet) -> Iterator[dict[str, Any]]:
     """Another reward application, which runs."""
-    application = {
-        "name": "spotty",
-        "route_prefix": "/spotty",
-        "import_path": "services.reward.replica:build",
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
-        "args": {
-            "tokenizer": str(quartet.policy),
-            "scorer": {"kind": "function", "function": "tests.scorers:spotty"},
-        },
-        "deployments": [{"name": "Reward", "ray_actor_options": {"num_cpus": 0.1}} | fixed(1)],
-    }
-    quartet.deploy([application], "with-spotty")
-    serving.await_running(quartet.cluster, ("spotty",), print, START_S)
-    yield application
-    quartet.deploy([], "without-spotty")
+    with quartet.scoring("spotty", scorer={"kind": "function", "function": "tests.scorers:spotty"}) as application:
+        yield application
 
 
 def run_of(quartet: Quartet, application: dict[str, Any], name: str, **unscored: Any) -> Run:

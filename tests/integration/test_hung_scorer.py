@@ -2,31 +2,14 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
 from orchestrator.deployment import cluster as ray_cluster
-from orchestrator.deployment import serving
 from services.reward.client import RewardClient
 from tests.cluster import Quartet, eventually
-
-
-def application(quartet: Quartet) -> dict[str, Any]:
-    """A reward application whose scorer hangs on the prompt w13."""
-    return {
-        "name": "hangs",
-        "route_prefix": "/hangs",
-        "import_path": "services.reward.replica:build",
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
-        "args": {
-            "tokenizer": str(quartet.policy),
-            "scorer": {"kind": "function", "function": "tests.scorers:hangs", "pair_timeout_s": 6.0},
-        },
-        "deployments": [{"name": "Reward", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}}],
-    }
 
 
 def replica(quartet: Quartet) -> int:
@@ -48,9 +31,8 @@ async def test_a_function_that_hangs_costs_its_pair_and_nothing_of_the_replica(
     async def hangs() -> bool:
         return reached.exists()
 
-    quartet.deploy([application(quartet)], "hangs")
-    try:
-        serving.await_running(quartet.cluster, ("hangs",), print, 120)
+    function = {"kind": "function", "function": "tests.scorers:hangs", "pair_timeout_s": 6.0}
+    with quartet.scoring("hangs", scorer=function):
         before = replica(quartet)
         hung = asyncio.create_task(
             client.score_texts(["w5", "w13"], ["w7", "w7"], labels=["", str(reached)], timeout_s=120)
@@ -70,5 +52,3 @@ async def test_a_function_that_hangs_costs_its_pair_and_nothing_of_the_replica(
         psutil.Process(before).kill()
         _, alive = await asyncio.to_thread(psutil.wait_procs, workers, 30)
         assert not alive
-    finally:
-        quartet.deploy([], "as-before")
