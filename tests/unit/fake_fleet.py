@@ -16,26 +16,26 @@ from quartet.weight_transfer.place import Place
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import InvalidArgument, Unavailable
 from services.rollout.member import WeightMember
+from tests.unit.member_phases import MANIFEST, FakeEngine
 
-MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)
 
-
-class NoteTaker:
+class NoteTaker(FakeEngine):
     """An engine that receives what the source sends."""
 
     def __init__(self, source: "FakeSource", workers: int) -> None:
-        self.version, self.checksum, self.backend, self.workers = 0, "", "auto", workers
-        self.place = Place("m")
+        super().__init__("auto")
+        self.version, self.checksum, self.workers, self.place = 0, "", workers, Place("m")
         self.source = source
-        self.calls: list[str] = []
         self.joined: list[dict[str, Any]] = []
         self.garbles = False
         self.vocab_size = 64
         self.off_by = 0.0
         """Difference of the engine's log-probs from the learner's."""
-        self.longest_manifest = 1000
         self.misfit = ""
         """The reason that a push does not fit; empty if it does."""
+
+    async def _note(self, name: str, *arguments: Any) -> None:
+        self.calls.append(f"pause {arguments[0]}" if name == "pause" else name)
 
     def check(self, manifest: Manifest) -> None:
         assert manifest == MANIFEST
@@ -43,23 +43,11 @@ class NoteTaker:
             raise InvalidArgument(self.misfit)
 
     async def join(self, init_info: dict[str, Any]) -> None:
-        self.calls.append("join")
+        await super().join(init_info)
         self.joined.append(init_info)
 
-    async def leave(self) -> None:
-        self.calls.append("leave")
-
-    async def rest(self) -> None:
-        self.calls.append("rest")
-
-    async def check_health(self) -> None:
-        pass
-
-    async def pause(self, in_flight: str) -> None:
-        self.calls.append(f"pause {in_flight}")
-
     async def receive(self, manifest: Manifest) -> str:
-        self.calls.append("receive")
+        await super().receive(manifest)
         assert manifest == MANIFEST
         return "garbled" if self.garbles else self.source.checksum
 
@@ -69,14 +57,6 @@ class NoteTaker:
 
     async def stale(self) -> list[str]:
         return ["lm_head"] if self.off_by else []
-
-    async def commit(self, version: int) -> None:
-        self.calls.append("commit")
-        self.version = version
-
-    async def abort(self) -> bool:
-        self.calls.append("abort")
-        return True
 
 
 class FakeSource:

@@ -9,7 +9,8 @@ from protos import rollout_pb2 as pb
 from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.errors import Internal, Unavailable
-from tests.unit.fake_fleet import MANIFEST, FakeSource, Fleet, make_pusher
+from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
+from tests.unit.member_phases import MANIFEST
 from tests.unit.waiting import settled, until
 
 HERE = Place("m")
