@@ -1,10 +1,8 @@
-"""The learner against plain PyTorch, its batching and packing against naive padding, and ZeRO's memory against the
-paper.
+"""The learner against plain PyTorch, and its batching and packing against naive padding.
 
     python -m benchmarks.learner step      [--rounds 9] [--hidden 128] [--layers 2]
     python -m benchmarks.learner batching  [--rounds 5] [--hidden 128] [--layers 2] [--samples 128] [--tokens 4096]
                                            [--even 64]
-    python -m benchmarks.learner memory    [--hidden 512] [--layers 4]
 
 A Llama with random weights on random data, on the GPU where there is one. The two sides of a ratio take turns in one
 process, so that a machine that changes speed changes both; each ratio is that of the medians, and its range goes pair
@@ -16,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -27,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.results import wait
-from benchmarks.zero_bytes import STAGES, formula, measure
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.loss import bound, importance_weights, policy_loss
 from orchestrator.algorithms.ppo import PPO
@@ -174,22 +170,6 @@ def _uneven(count: int) -> list[int]:
     lengths = np.clip(drawn * 64 / drawn.mean(), 4, 256).round().astype(int)
     lengths[lengths.argmax()] = 256
     return [int(length) for length in lengths]
-
-
-@app.command()
-def memory(hidden: Hidden = 512, layers: Layers = 4) -> None:
-    """Bytes of parameters, gradients and optimizer states on each of two ranks, in bfloat16 with fp32 masters."""
-    drawn = Table(title="bytes per parameter and rank: measured, and the paper's formula", title_justify="left")
-    for column in ("ZeRO", "rank", "parameters", "gradients", "optimizer", "total", "ratio"):
-        drawn.add_column(column, justify="right")
-    with _model(hidden, layers) as folder:
-        for rank, stages in enumerate(measure(Path(folder))):
-            for stage in STAGES:
-                held, wanted = stages[stage], formula(stage, ranks=2)
-                parts = ("parameters", "gradients", "optimizer", "total")
-                cells = [f"{getattr(held, part):.2f} ({getattr(wanted, part):g})" for part in parts]
-                drawn.add_row(str(stage), str(rank), *cells, f"{held.total / wanted.total:.3f}")
-    console.print(drawn)
 
 
 @contextmanager

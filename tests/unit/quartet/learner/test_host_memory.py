@@ -82,3 +82,11 @@ async def test_the_sums_of_two_ranks(
             gone = size.parameters * BYTES[config.dtype] if config.zero_stage == 1 else 0
             assert host + kept_bytes(config, size) - gone == pytest.approx(held.rest, rel=0.05)
             assert host > 0.7 * held.rest
+
+
+@pytest.mark.parametrize(("stage", "each"), [(1, 2 + 2 + 6), (2, 2 + 1 + 6), (3, 1 + 1 + 6)])
+def test_two_ranks_keep_what_the_zero_paper_says(stage: Any, each: int, policy_folder: Path) -> None:
+    """Bytes of weights, gradients and optimizer for each parameter (arXiv:1910.02054, section 5)."""
+    config = PolicyConfig(model=str(policy_folder), optimizer=OPTIMIZER, ranks=RANKS, zero_stage=stage, **BF16)
+    size = ModelSize.of(CONFIG)
+    assert kept_bytes(config, size) - SMALL_BUCKET * BYTES[config.dtype] == each * size.parameters
