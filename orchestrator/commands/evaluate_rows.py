@@ -28,11 +28,11 @@ from orchestrator.evaluation.figures import (
 from orchestrator.evaluation.hub import Hub, Verdict, check_free
 from orchestrator.evaluation.intervals import Interval
 from orchestrator.evaluation.journal import Answer, Journal
-from orchestrator.evaluation.rows import Row, RowFile, dumped, refused
+from orchestrator.evaluation.rows import Row, RowFile, dumped
 from orchestrator.experience.beside import in_thread
 from orchestrator.monitoring.bar import Bar
 from quartet.config.base import ConfigError
-from quartet.wire.json_object import finite
+from quartet.wire.json_object import strict_json
 
 if TYPE_CHECKING:  # of what a model's folder needs alone
     from orchestrator.commands.offline import OfflineRollout
@@ -404,7 +404,7 @@ def fields_of(given: Sequence[str]) -> dict[str, Any]:
         try:
             if not name or not equals:
                 raise ValueError
-            fields[name] = json.loads(text, parse_float=finite, parse_constant=refused)
+            fields[name] = strict_json(text)
         except (ValueError, RecursionError):
             raise ConfigError(
                 f'--field: should be NAME=JSON, such as top_p=0.9 or stop=["END"], got {each!r}'

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Self
 
 from quartet.config.base import MIB, ConfigError
 from quartet.config.explain import shown
-from quartet.wire.json_object import finite
+from quartet.wire.json_object import strict_json
 
 LONGEST = 64 * MIB
 """Most bytes of a line."""
@@ -94,7 +94,7 @@ def parse(line: bytes, number: int, name: str) -> Row:
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
     """The object of a line. ConfigError, which begins with `where`, if it holds something else."""
     try:
-        values = json.loads(line, parse_float=finite, parse_constant=refused)
+        values = strict_json(line)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise ConfigError(f"{where}: not valid JSON: {reason}") from None
@@ -124,11 +124,6 @@ def _messages(value: Any, where: str) -> list[Message]:
         if not isinstance(message["role"], str):
             raise ConfigError(f"{where}[{at}].role: should be text, got {shown(message['role'])[:_SHOWN]}")
     return value
-
-
-def refused(constant: str) -> Any:
-    """Raises ValueError for NaN and the infinities, which `json.loads` would take."""
-    raise ValueError(f"{constant} is no number of JSON")
 
 
 def rows(file: BinaryIO, name: str) -> Iterator[Row]:

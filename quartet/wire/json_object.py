@@ -16,9 +16,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     """
     try:
         # As UTF-8 alone, in which the bounds were checked; json would take other encodings of bytes too.
-        request = json.loads(
-            body.decode(), parse_float=finite, parse_constant=_not_a_number, object_pairs_hook=_each_once
-        )
+        request = strict_json(body.decode(), object_pairs_hook=_each_once)
         json.dumps(request, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise InvalidArgument("the body holds half of a surrogate pair, which is no character") from None
@@ -29,8 +27,13 @@ def json_object(body: bytes) -> dict[str, Any]:
     return request
 
 
-def finite(text: str) -> float:
-    """The number that JSON writes so, for `json.loads`. ValueError if it has more than 64 bits."""
+def strict_json(text: str | bytes, **options: Any) -> Any:
+    """The value of a JSON text, as `json.loads` gives it. ValueError for NaN and the infinities, which JSON does not
+    have, and for a number beyond 64 bits."""
+    return json.loads(text, parse_float=_finite, parse_constant=not_a_number, **options)
+
+
+def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:32]} is larger than any number of 64 bits")
@@ -46,5 +49,6 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _not_a_number(text: str) -> NoReturn:
+def not_a_number(text: str) -> NoReturn:
+    """Refuses a constant that JSON does not have, for `json.loads`."""
     raise ValueError(f"{text} is not a JSON number")

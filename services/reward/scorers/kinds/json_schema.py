@@ -8,6 +8,7 @@ import jsonschema
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from quartet.wire.json_object import not_a_number
 from quartet.wire.pairs import Pair
 from services.reward.scorers.kinds.answers import Given, UnusableError, by_pairs
 
@@ -27,7 +28,7 @@ def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
 
     def score(answer: str, wanted: Any) -> float:
         try:
-            value = json.loads(answer, parse_constant=_refused)
+            value = json.loads(answer, parse_constant=not_a_number)
         except (ValueError, RecursionError):
             return 0.0
         try:
@@ -44,8 +45,3 @@ def _validator(schema: Mapping[str, Any]) -> Any:
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
     return kind(schema, registry=Registry())  # which fetches nothing
-
-
-def _refused(constant: str) -> None:
-    """Refuses NaN and the infinities, which JSON does not have."""
-    raise ValueError(constant)

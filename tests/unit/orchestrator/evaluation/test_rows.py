@@ -58,7 +58,7 @@ def test_rows_of_one_prompt_and_label_have_one_key() -> None:
     [
         (b"{", "not valid JSON: "),
         (b"\xff{}", "not valid JSON: "),
-        (b'{"prompt": NaN}', "not valid JSON: NaN is no number of JSON"),
+        (b'{"prompt": NaN}', "not valid JSON: NaN is not a JSON number"),
         (b'{"prompt": "p", "n": 1e999}', "not valid JSON: 1e999 is larger than any number of 64 bits"),
         (b"[" * 100_000, "not valid JSON: "),
         (b"[1]", "should be a JSON object, got [1]"),
