@@ -176,16 +176,16 @@ def _more_than_one(deployment: Mapping[str, Any], where: str) -> list[str]:
 
 
 def status_of(application: Mapping[str, Any] | None) -> str:
-    """An application's state in words; while it starts, with the number of replicas that run already."""
+    """An application's state in Serve's words; while it starts, the number of replicas that run already."""
     if application is None:
         return "not deployed yet"
     state = str(application["status"])
     deployments = application.get("deployments") or {}
     replicas = [replica for deployment in deployments.values() for replica in deployment.get("replicas", [])]
-    running_now = sum(replica.get("state") == "RUNNING" for replica in replicas)
     if state == "RUNNING" or not replicas:
-        return state
-    return f"{state}, {running_now} of {len(replicas)} replicas running"
+        return "starting" if state == "DEPLOYING" else state
+    count = f"{sum(replica.get('state') == 'RUNNING' for replica in replicas)} of {len(replicas)} replicas ready"
+    return count if state == "DEPLOYING" else f"{state}, {count}"
 
 
 def failure_of(application: Mapping[str, Any]) -> str:

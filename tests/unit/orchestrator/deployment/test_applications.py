@@ -11,7 +11,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
-from orchestrator.deployment.applications import SERVICES, failure_of, hindrance
+from orchestrator.deployment.applications import SERVICES, failure_of, hindrance, status_of
 from orchestrator.deployment.file import SERVE_KEYS, Deployment
 from quartet.config.base import ConfigError
 from quartet.config.serve import DEFAULT_ROUTE
@@ -339,3 +339,18 @@ def test_what_hinders_an_application_is_said_in_one_short_line() -> None:
     loads = "Deployment 'R' in application 'r' has 1 replicas that have taken more than 30s to {}. This may be"
     slow = {"Rollout": {"message": loads.format("initialize")}, "Other": {"message": loads.format("be scheduled")}}
     assert hindrance({"status": "DEPLOYING", "deployments": slow}) == loads.format("be scheduled")
+
+
+@pytest.mark.parametrize(
+    ("status", "replicas", "said"),
+    [
+        ("DEPLOYING", [], "starting"),
+        ("DEPLOYING", ["RUNNING", "STARTING"], "1 of 2 replicas ready"),
+        ("UNHEALTHY", ["STARTING"], "UNHEALTHY, 0 of 1 replicas ready"),
+        ("RUNNING", ["RUNNING"], "RUNNING"),
+    ],
+)
+def test_the_state_of_an_application_in_words(status: str, replicas: list[str], said: str) -> None:
+    deployments = {"Reward": {"replicas": [{"state": state} for state in replicas]}}
+    assert status_of({"status": status, "deployments": deployments}) == said
+    assert status_of(None) == "not deployed yet"

@@ -145,7 +145,7 @@ def test_a_busy_dashboard_is_asked_again(head: Heads) -> None:
     await_running(head(503, STARTING, 504, RUNNING), ("reward",), said.append, 60)
     assert said == [
         "waiting for Ray's dashboard (HTTP Error 503: Service Unavailable)",
-        "waiting for reward (DEPLOYING)",
+        "waiting for reward (starting)",
         "waiting for Ray's dashboard (HTTP Error 504: Gateway Timeout)",
     ]
 
@@ -159,7 +159,7 @@ def test_a_failed_application_is_told_at_once_and_a_slow_one_at_the_deadline(hea
     with pytest.raises(ClusterError, match=r"^reward: .*no such model"):
         await_running(head(FAILED), ("reward",), print, 600)
     with pytest.raises(
-        ClusterError, match=r"^not running after 0 s: reward \(DEPLOYING\); the services' logs are in /"
+        ClusterError, match=r"^not running after 0 s: reward \(starting\); the services' logs are in /"
     ):
         await_running(head(STARTING), ("reward",), print, 0)
 
@@ -169,7 +169,7 @@ def test_a_user_who_waits_hears_every_10_s_what_serve_says(head: Heads) -> None:
     starting = {"applications": {"reward": {"status": "DEPLOYING", "deployments": {"Reward": SLOW}}}}
     seconds = itertools.count(0.0, 4.0)  # at the first look it is 4 s
     await_running(head(*[starting] * 8, RUNNING), ("reward",), said.append, 60, clock=lambda: next(seconds))
-    state = f"waiting for reward (DEPLOYING: {SLOW['message']})"
+    state = f"waiting for reward (starting: {SLOW['message']})"
     assert said == [state, f"{state}, 16 s so far", f"{state}, 28 s so far"]
 
 
