@@ -5,6 +5,7 @@ from pathlib import Path
 
 from examples.second_try import SecondTry
 from orchestrator.environments.contract import Answer, Turn
+from orchestrator.environments.tools import Tools
 
 HOLD, HELD = Path("hold"), Path("held")
 """Files in the folder of a run: while the first is there, answers wait, and the second has a line for each."""
@@ -23,3 +24,24 @@ class Held(SecondTry):
             await asyncio.sleep(0.05)
         answer = super().answer(turn)
         return None if answer is None else [{"role": "user", "content": answer}]
+
+
+class Doubling(Tools):
+    """Tools that a random policy calls by chance, as their names are words."""
+
+    def w7(self, w: int) -> str:
+        """Doubles.
+
+        Args:
+            w: the number of a word.
+        """
+        return f"w{2 * w}"
+
+    async def w8(self, w: int) -> str:
+        """Halves.
+
+        Args:
+            w: the number of a word.
+        """
+        await asyncio.sleep(0)
+        return f"w{w // 2}"

@@ -87,11 +87,13 @@ async def evaluate_model(
     split = split or config.data.eval_split or EVAL
     with deployment.naming():
         tokenizer = load_tokenizer(config.policy.model)
-        prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
         judges, environment = load_judges(config), environment_of(config)
+        tools = () if environment is None else environment.tools
+        prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split, tools=tools), config)
     sampled = sampled_from(config, tokenizer)
     for problem in ends_without_token(config, sampled):
         raise ConfigError(problem)
+    answers = Answers.of(environment, config, tokenizer, sampled.end_ids)
     offline = None if model == CURRENT else OfflineRollout.of(model, deployment, tokenizer)
     services = connected = connect(config, Purpose.EVALUATION)
     try:
@@ -104,7 +106,6 @@ async def evaluate_model(
             services = replace(services, rollout=offline)  # type: ignore[arg-type]
         oldest = await served(services.rollout, config) if offline is None else 0
         requests = evaluation_requests(config, prompts)
-        answers = Answers.of(environment, config, tokenizer, sampled.end_ids)
         collector = Collector(services, config, sampled.end_ids, answers=answers, note=note)
         async with nullcontext() if offline is None else offline.running():
             collected = await collector.collect(requests, version=None, critic_step=None)

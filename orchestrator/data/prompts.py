@@ -67,11 +67,19 @@ class Tokenizer(Protocol):
     ) -> Any: ...
 
 
-def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_size: int | None = None) -> PromptSet:
+def load_prompts(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: str,
+    *,
+    vocab_size: int | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> PromptSet:
     """Reads, tokenises and filters the prompts of `split`: a name, with a range such as `[:90%]` if wanted.
 
     Args:
         vocab_size: the policy's vocabulary. If given, ids outside it are an error: the tokenizer is another model's.
+        tools: JSON schemas of functions that the model may call, which a chat template writes into each prompt.
 
     Raises:
         ConfigError: the path, the split, its range or a column does not exist, a row cannot be a prompt, the
@@ -85,7 +93,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
     indices = selected(len(table.rows), start, stop, split, config.split_seed)
     rows = [table.rows[index] for index in indices]
     places = [table.place(index) for index in indices]
-    texts = _texts([row[config.input_key] for row in rows], tokenizer, config, places)
+    texts = _texts([row[config.input_key] for row in rows], tokenizer, config, places, tools)
     # A chat template writes the special tokens itself.
     with reading(f"the tokenizer of {tokenizer.name_or_path} fails on prompts of {where}"):
         token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
@@ -215,14 +223,20 @@ def check_columns(keys: Mapping[str, str | None], table: Table, where: str) -> N
             raise ConfigError(f"data.{name}: no column {key!r} in {where}; the columns are {columns}")
 
 
-def _texts(values: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, where: Sequence[str]) -> list[str]:
+def _texts(
+    values: Sequence[Any],
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    where: Sequence[str],
+    tools: Sequence[Mapping[str, Any]],
+) -> list[str]:
     """The prompts as text, rendered by the chat template when that is on."""
     columns = [f"{place}: column {config.input_key!r}" for place in where]
     if config.chat_template and not tokenizer.chat_template:
         raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
     if config.chat_template:
         messages = [messages_of(value, column) for value, column in zip(values, columns, strict=True)]
-        values = render(messages, tokenizer, where)
+        values = render(messages, tokenizer, where, tools=tools)
     return [text_of(value, column) for value, column in zip(values, columns, strict=True)]
 
 

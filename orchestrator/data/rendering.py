@@ -22,6 +22,7 @@ def render(
     where: Sequence[str],
     *,
     generating: Sequence[bool] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """The text of each conversation, as the tokenizer's chat template renders it.
 
@@ -30,18 +31,20 @@ def render(
         tokenizer: a Hugging Face tokenizer with a chat template.
         where: place of each conversation, with which errors begin.
         generating: True for each conversation whose text should end where a reply begins; None: all.
+        tools: JSON schemas of functions that the model may call.
 
     Raises:
         ConfigError: the template refuses a conversation, or goes beyond the limits of time, memory or text.
     """
-    count, given = len(conversations), sum(len(repr(messages)) for messages in conversations)
+    count = len(conversations)
+    given = sum(len(repr(messages)) for messages in conversations) + count * len(repr(tools))
     most = 16 * MIB + 64 * 1024 * count + 16 * given
 
     def work() -> Iterator[list[str]]:
         total, texts = 0, []
         ends = [True] * count if generating is None else generating
         for messages, place, end in zip(conversations, where, ends, strict=True):
-            text = _rendered(messages, tokenizer, place, end)
+            text = _rendered(messages, tokenizer, place, end, tools)
             total += len(text)
             if total > most:
                 raise ConfigError(f"{place}: the chat template has written more than {most} characters by then")
@@ -55,7 +58,12 @@ def render(
     return [text for texts in parts for text in texts]
 
 
-def follow(answers: Sequence[Sequence[Mapping[str, Any]]], tokenizer: Any, where: Sequence[str]) -> list[str]:
+def follow(
+    answers: Sequence[Sequence[Mapping[str, Any]]],
+    tokenizer: Any,
+    where: Sequence[str],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[str]:
     """The text of messages as it follows a response: its end of turn, the messages, and the beginning of the next
     response. The template renders each answer behind a response of one word, in the place of what was sampled, which
     is never rendered.
@@ -63,16 +71,19 @@ def follow(answers: Sequence[Sequence[Mapping[str, Any]]], tokenizer: Any, where
     Arguments and errors are those of `render`; ConfigError also if the template does not write a response as it is.
     """
     stand_in = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _MARK}]
-    texts = render([[*stand_in, *map(dict, messages)] for messages in answers], tokenizer, where)
+    texts = render([[*stand_in, *map(dict, messages)] for messages in answers], tokenizer, where, tools=tools)
     for text, place in zip(texts, where, strict=True):
         if text.count(_MARK) != 1:
             raise ConfigError(f"{place}: the chat template does not write a response once and as it is")
     return [text.partition(_MARK)[2] for text in texts]
 
 
-def _rendered(messages: list[dict[str, Any]], tokenizer: Any, place: str, generating: bool) -> str:
+def _rendered(
+    messages: list[dict[str, Any]], tokenizer: Any, place: str, generating: bool, tools: Sequence[Mapping[str, Any]]
+) -> str:
+    given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generating))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generating, **given))
     except MemoryError:
         raise
     except Exception as error:  # a template may raise whatever Python does

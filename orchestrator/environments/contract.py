@@ -19,7 +19,30 @@ from quartet.config.base import ConfigError
 from quartet.config.functions import imported, source_of
 from quartet.wire.codec import Ints
 
-Answer = str | Sequence[Mapping[str, Any]] | Sequence[int] | Ints | None
+Schema = Mapping[str, Any]
+"""JSON schema of a function, as chat templates take it: `{"type": "function", "function": {"name": ...}}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool in a response. What it holds is a policy's, and not to be trusted."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+    """Reason for which it cannot be read; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Chat messages that answer the calls of a response."""
+
+    messages: Sequence[Mapping[str, Any]]
+    wrong: int
+    """Number of the calls that could not be made as the policy wrote them."""
+
+
+Answer = str | Sequence[Mapping[str, Any]] | Results | Sequence[int] | Ints | None
 """Text, which is tokenised as it stands; or chat messages, which the tokenizer's template renders as what follows the
 response, up to where the next one begins; or token ids. None ends the conversation."""
 
@@ -44,6 +67,8 @@ class Turn:
     """All token ids, [T]: of the prompt, the responses and the answers."""
     ended: bool
     """False if the length limit cut the last response off."""
+    calls: tuple[Call, ...] = ()
+    """Calls in the last response, where the environment has tools; none in one that was cut off."""
 
     @property
     def response(self) -> str:
@@ -78,6 +103,11 @@ class Environment(ABC):
         as is a property of this name in a class of yours: files may change while the run goes on."""
         return hashlib.sha256(source_of(type(self), self.name, "orchestrator.environment").encode()).hexdigest()
 
+    @property
+    def tools(self) -> Sequence[Schema]:
+        """Functions that the policy may call, which the chat template writes into each prompt; none by default."""
+        return ()
+
     @abstractmethod
     def answer(self, turn: Turn) -> Answer | Awaitable[Answer]:
         """The tokens that follow the response. A plain function is called in a thread of its own; a coroutine
@@ -102,6 +132,7 @@ def load_environment(path: str, field: str) -> Environment:
         )
     try:
         environment = kind()
+        _ = environment.tools  # which it cannot have undescribed
         identity: object = environment.identity  # kept from here on, as the file is the one that was imported
     except ConfigError:
         raise

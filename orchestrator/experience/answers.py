@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.rendering import follow
 from orchestrator.environments.config import PAUSE_S, THREADS
-from orchestrator.environments.contract import Answer, Environment, Turn
-from orchestrator.experience.beside import in_thread
+from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
+from orchestrator.experience.beside import Together, in_thread
+from orchestrator.experience.calls import form_of
 from orchestrator.experience.conversation import Conversation
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Ints
@@ -46,8 +47,10 @@ class Answers:
         self._threads: AbstractAsyncContextManager[None] = (
             nullcontext() if self._on_loop else asyncio.Semaphore(THREADS)
         )
-        self._rendering = asyncio.Lock()
-        self._waiting: list[tuple[Messages, str, asyncio.Future[str]]] = []
+        # Each takes a process.
+        self._rendered = Together(self._follow, "chat template")
+        form = form_of(environment, config.data.chat_template, tokenizer)
+        self._read = None if form is None else Together(form.read, "calls of tools")
 
     @classmethod
     def of(
@@ -68,24 +71,27 @@ class Answers:
             return conversation
         response = self._text(conversation.segments[-1].ids)
         conversation = replace(conversation, texts=(*conversation.texts, response))
-        if (ids := await self._ids(conversation)) is None:
-            return conversation
-        if conversation.follows + len(ids) > self._room:
-            return replace(conversation, truncated=True)
-        return replace(conversation.answered(ids), texts=(*conversation.texts, self._text(ids)))
-
-    async def _ids(self, conversation: Conversation) -> Ints | None:
-        turn = _turn(conversation)
+        turn = _turn(conversation, await self._calls(conversation))
         where = (
             f"environment {self._environment.name}: sample {turn.sample}, prompt row {turn.row}, turn {turn.number}"
         )
         answer = await self._answer(turn, where)
+        if isinstance(answer, Results):
+            calls, wrong = conversation.calls + len(turn.calls), conversation.wrong_calls + answer.wrong
+            conversation, answer = replace(conversation, calls=calls, wrong_calls=wrong), answer.messages
         if answer is None:
-            return None
+            return conversation
+        ids = await self._ids(answer, turn, where)
+        if conversation.follows + len(ids) > self._room:
+            return replace(conversation, truncated=True)
+        return replace(conversation.answered(ids), texts=(*conversation.texts, self._text(ids)))
+
+    async def _ids(self, answer: Any, turn: Turn, where: str) -> Ints:
+        """The answer's token ids. ConfigError for what is none."""
         if isinstance(answer, str):
             ids = self._tokenised(answer, where)
         elif _is_messages(answer):
-            ids = self._tokenised(await self._rendered(answer, where), where)
+            ids = self._tokenised(await self._rendered((answer, where)), where)
             if turn.ended and len(ids) and self._is_brought(int(ids[0]), int(turn.ids[-1])):
                 ids = ids[1:]
         else:
@@ -135,30 +141,21 @@ class Answers:
         answer: Answer = await given if inspect.isawaitable(given) else given
         return answer
 
-    async def _rendered(self, messages: Messages, where: str) -> str:
-        """The text of the messages behind a response. One rendering at a time, each for all that wait by then, since
-        each takes a process."""
-        text: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((messages, where, text))
-        async with self._rendering:
-            if not text.done():
-                together, self._waiting = self._waiting, []
-                asked, places, texts = zip(*together, strict=True)
-                try:
-                    rendered = await in_thread(lambda: follow(asked, self._tokenizer, places), "chat template")
-                except Exception as error:
-                    for one in texts:
-                        if not one.done():
-                            one.set_exception(error)
-                except asyncio.CancelledError:  # with the whole run, whose other conversations end too
-                    for one in texts:
-                        one.cancel()
-                    raise
-                else:
-                    for one, its in zip(texts, rendered, strict=True):
-                        if not one.done():
-                            one.set_result(its)
-        return await text
+    def _follow(self, asked: Sequence[tuple[Messages, str]]) -> list[str]:
+        """The text of messages behind a response, each with the place with which errors begin."""
+        messages, places = zip(*asked, strict=True)
+        return follow(messages, self._tokenizer, places, self._environment.tools)
+
+    async def _calls(self, conversation: Conversation) -> tuple[Call, ...]:
+        """The calls in the last response."""
+        ids = conversation.segments[-1].ids
+        if self._read is None or conversation.truncated:
+            return ()
+        if len(ids) and int(ids[-1]) in self._own_end_ids:
+            ids = ids[:-1]
+        # Tidied, a text is not what the policy wrote.
+        told = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return await self._read(self._tokenizer.decode(ids, **told))
 
     def _tokenised(self, text: str, where: str) -> NDArray[np.int64]:
         try:
@@ -171,7 +168,7 @@ class Answers:
         return text
 
 
-def _turn(conversation: Conversation) -> Turn:
+def _turn(conversation: Conversation, calls: tuple[Call, ...]) -> Turn:
     request = conversation.request
     return Turn(
         number=conversation.turn,
@@ -182,6 +179,7 @@ def _turn(conversation: Conversation) -> Turn:
         texts=conversation.texts,
         ids=conversation.ids,
         ended=not conversation.truncated,
+        calls=calls,
     )
 
 

@@ -25,6 +25,10 @@ class Conversation:
     """Number of responses."""
     kept: int = 0
     """Number of their tokens that came from replicas which did not finish the response."""
+    calls: int = 0
+    """Number of calls of tools that were answered."""
+    wrong_calls: int = 0
+    """Number of those that could not be made as they were written."""
     truncated: bool = False
     """True if the limit on length cut the last response off, or left no room for another one."""
 
@@ -76,5 +80,8 @@ def trajectories(conversations: Sequence[Conversation]) -> Columns:
     ]
     return columns_of(made).with_rows(
         truncated=np.asarray([each.truncated for each in conversations], np.bool_),
-        kept=np.asarray([each.kept for each in conversations], np.int32),
+        **{
+            name: np.asarray([getattr(each, name) for each in conversations], np.int32)
+            for name in ("kept", "turn", "calls", "wrong_calls")
+        },
     )

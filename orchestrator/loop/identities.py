@@ -1,5 +1,7 @@
 """Identities of the services' models and of the environment, by which a run notices that one was replaced."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 
 from orchestrator.clients import Infos
@@ -27,7 +29,10 @@ def environment_identity(environment: Environment | None) -> dict[str, PartIdent
     """Place -> identity of the run's environment; nothing without one."""
     if environment is None:
         return {}
-    return {"environment": PartIdentity(name=environment.name, digest=environment.identity)}
+    digest = environment.identity
+    if environment.tools:  # which a class may inherit from another file
+        digest = hashlib.sha256(json.dumps([digest, *map(dict, environment.tools)]).encode()).hexdigest()
+    return {"environment": PartIdentity(name=environment.name, digest=digest)}
 
 
 def identities(infos: Infos) -> dict[str, PartIdentity]:

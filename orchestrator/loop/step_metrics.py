@@ -84,6 +84,15 @@ def staleness(version: int, collected: Collected) -> dict[str, float]:
     return {"staleness/mean": sum(age * count for age, count in ages.items()) / tokens} | shares
 
 
+def turns(collected: Collected) -> dict[str, float]:
+    """Responses of a conversation, its calls of tools that were answered, and where there were any the share of them
+    that was wrong."""
+    columns = collected.columns
+    calls, wrong = (int(columns[name].sum()) for name in ("calls", "wrong_calls"))
+    share = {"calls/wrong": wrong / calls} if calls else {}
+    return {"turns/mean": float(columns["turn"].mean()), "calls/mean": calls / len(columns)} | share
+
+
 def speeds(collected: Collected, train_s: float, epochs: int) -> dict[str, float]:
     """Response tokens per second of training, the seconds of generation and scoring, and those that a response waits
     for the others to its prompt, if there are any."""

@@ -25,7 +25,7 @@ from orchestrator.loop.estimate import (
 from orchestrator.loop.mismatch import MismatchWatch
 from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
-from orchestrator.loop.step_metrics import StepReport, ledger, speeds, staleness
+from orchestrator.loop.step_metrics import StepReport, ledger, speeds, staleness, turns
 from orchestrator.monitoring.record import Record
 from orchestrator.tracing.waits import Waits
 from quartet.columns import Columns
@@ -124,6 +124,7 @@ class Trainer:
             await publishing.publish(done.policy_version)
         report.add(estimate.metrics | distance.metrics | learned | ledger(state, done, batch.collected))
         report.add(staleness(state.policy_version, batch.collected))
+        report.add(turns(batch.collected) if self._config.environment else {})
         report.add(speeds(batch.collected, report.seconds("train"), self._config.algorithm.epochs))
         if self._evaluator and self._is_evaluated(done.step):
             with report.stage("publish"):

@@ -36,8 +36,9 @@ from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_pr
 from orchestrator.data.tables import split_names
 from orchestrator.deployment.file import Deployment, ServicesFile
 from orchestrator.deployment.recomputation import choices
-from orchestrator.environments.contract import Environment, load_environment
+from orchestrator.environments.contract import Environment, Schema, load_environment
 from orchestrator.evaluation.judges import Judge
+from orchestrator.experience.calls import form_of
 from orchestrator.policy.sampled import sampled_from
 from quartet.config.base import Config, ConfigError
 from quartet.config.functions import load_function
@@ -116,9 +117,12 @@ def _inputs(deployment: Deployment) -> Inputs:
     train = held_out = None
     if tokenizer is not None:
         problems.lines += other_tokenizers(deployment, tokenizer)
-        train = problems.among(_prompts, config, tokenizer, config.data.prompt_split)
+        tools = () if environment is None else environment.tools
+        train = problems.among(_prompts, config, tokenizer, config.data.prompt_split, tools)
         if config.evaluation.every and (split := problems.among(_held_out, config)):
-            held_out = problems.among(_prompts, config, tokenizer, split)
+            held_out = problems.among(_prompts, config, tokenizer, split, tools)
+        if train:
+            problems.among(form_of, environment, config.data.chat_template, tokenizer)
     if train and held_out:
         problems.among(check_disjoint, train, held_out)
     if tokenizer is not None and not problems.lines:
@@ -184,8 +188,8 @@ class _Problems:
             return None
 
 
-def _prompts(config: OrchestratorConfig, tokenizer: Any, split: str) -> PromptSet:
-    return load_prompts(config.data, tokenizer, split, vocab_size=vocabulary_size(tokenizer))
+def _prompts(config: OrchestratorConfig, tokenizer: Any, split: str, tools: Sequence[Schema]) -> PromptSet:
+    return load_prompts(config.data, tokenizer, split, vocab_size=vocabulary_size(tokenizer), tools=tools)
 
 
 def _disagreements(deployment: Deployment) -> Iterator[str]:

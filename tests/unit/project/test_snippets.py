@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.environments.contract import Answer, Environment, Turn
+from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
 from quartet.security.credentials import connect
 from services.reward.client import RewardClient
 from tests.unit.scoring import InThread, length
@@ -38,20 +38,31 @@ def test_the_learner_takes_a_step_of_supervised_fine_tuning(
     assert names["metrics"]["skipped_steps"] == 0
 
 
-def test_an_environment_answers_the_calls_of_a_tool() -> None:
-    async def calculated(text: str) -> str:
-        return str(eval(text, {"__builtins__": {}}))
+def test_an_environment_answers_with_messages() -> None:
+    names: dict[str, Any] = {"Environment": Environment, "Turn": Turn, "Answer": Answer}
+    exec(python("docs/extend.md", "class Patient"), names, names)
 
-    names: dict[str, Any] = {"re": re, "Environment": Environment, "Turn": Turn, "Answer": Answer}
-    exec(python("docs/extend.md", "class Calculator"), names | {"calculated": calculated}, names)
-
-    def answer(response: str) -> Answer:
+    def answer(response: str) -> Any:
         turn = Turn(1, 0, 0, "What is 2 + 3?", "5", (response,), np.arange(4, dtype=np.int32), True)
-        told: Answer = asyncio.run(names["Calculator"]().answer(turn))
-        return told
+        return names["Patient"]().answer(turn)
 
-    assert answer("It is <calc>2 + 3</calc>") == [{"role": "tool", "content": "5"}]
+    assert answer("It is 6") == [{"role": "user", "content": "No. Try again."}]
     assert answer("It is 5") is None
+
+
+def test_tools_carry_out_calls() -> None:
+    names: dict[str, Any] = {"__name__": "my_file"}
+    exec(python("docs/extend.md", "class Calculator"), names, names)
+
+    def answer(**arguments: int) -> Any:
+        calls = (Call("divide", arguments),)
+        turn = Turn(1, 0, 0, "What is 7 / 2?", "3", ("",), np.arange(4, dtype=np.int32), True, calls)
+        return asyncio.run(names["Calculator"]().answer(turn))
+
+    said = {"role": "tool", "name": "divide"}
+    assert answer(a=7, b=2) == Results([said | {"content": "3"}], wrong=0)
+    assert answer(a=7, b=0) == Results([said | {"content": "error: division by zero"}], wrong=0)
+    assert answer(a=7) == Results([said | {"content": "error: b: Missing required argument"}], wrong=1)
 
 
 @pytest.mark.parametrize(

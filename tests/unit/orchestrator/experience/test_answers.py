@@ -11,11 +11,14 @@ import pytest
 
 from orchestrator.data.rendering import follow
 from orchestrator.environments.contract import Answer, Environment, Turn
+from orchestrator.environments.tools import Tools
 from orchestrator.experience import answers as module
 from orchestrator.experience.answers import Answers
-from orchestrator.experience.conversation import Conversation
+from orchestrator.experience.calls import UNREADABLE
+from orchestrator.experience.conversation import Conversation, trajectories
 from quartet.config.base import ConfigError
 from services.rollout.sample import FinishReason, Sample
+from tests.chat import LLAMA, QWEN, make_bytes
 from tests.models import EOS, make_tokenizer
 from tests.unit.fakes import make_config, make_requests
 
@@ -307,3 +310,138 @@ async def test_a_function_that_ends_its_thread_has_failed(policy_folder: Path) -
     async with asyncio.timeout(10):
         with pytest.raises(ConfigError, match=r"failed with RuntimeError\('SystemExit\(3\)'\)"):
             await asking(policy_folder, Told(leave), answer_s=5, attempts=1).to(after(12))
+
+
+class Spelling(Tools):
+    """Tools of conversations in bytes."""
+
+    def __init__(self) -> None:
+        self.tried = 0
+
+    def spell(self, word: str) -> str:
+        """Spells a word.
+
+        Args:
+            word: the word.
+        """
+        return " ".join(word)
+
+    async def fail(self, times: int) -> str:
+        """Fails.
+
+        Args:
+            times: how often.
+        """
+        self.tried += 1
+        if self.tried <= times:
+            raise OSError("no paper")
+        return "at last"
+
+
+NEXT = {
+    "qwen": (
+        *(QWEN, "<|im_end|>", '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'),
+        *("\n<|im_start|>user{}<|im_end|>\n<|im_start|>assistant\n", "\n<tool_response>\n{}\n</tool_response>"),
+    ),
+    "llama": (
+        *(LLAMA, "<|eot_id|>", '{{"name": "{}", "parameters": {}}}'),
+        *("{}<|start_header_id|>assistant<|end_header_id|>\n\n",),
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"{}"<|eot_id|>',
+    ),
+}
+"""Template -> its text, the end of a response, a call, and what follows: around the answers, and for each."""
+
+
+class Spoken:
+    """Conversations in bytes, with tools, by one of the templates."""
+
+    def __init__(self, name: str, folder: Path, **bounds: Any) -> None:
+        template, self.end, self._call, self._around, self._each = NEXT[name]
+        self.tokenizer = make_bytes()
+        self.tokenizer.chat_template = template
+        self.end_id = int(self.tokenizer.convert_tokens_to_ids(self.end))
+        section = {"data": {"path": "prompts", "chat_template": True}, "sampling": {"max_new_tokens": 200}}
+        section |= {"environment": {"kind": "a:B", "max_turns": 3, "max_tokens": 4000} | bounds}
+        self.environment = Spelling()
+        config = make_config(folder, **section)
+        self.answers = Answers(self.environment, config, self.tokenizer, (self.end_id,))
+
+    def call(self, name: str, arguments: str) -> str:
+        return self._call.format(name, arguments)
+
+    def ids(self, text: str) -> list[int]:
+        encoded: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encoded
+
+    def following(self, *answers: str) -> list[int]:
+        return self.ids(self._around.format("".join(self._each.format(each) for each in answers)))
+
+    def after(self, *ids: int, reason: FinishReason = FinishReason.STOP) -> Conversation:
+        return after(*ids, reason=reason)
+
+
+@pytest.fixture(params=NEXT)
+def spoken(request: pytest.FixtureRequest, policy_folder: Path) -> Spoken:
+    return Spoken(request.param, policy_folder)
+
+
+async def test_calls_are_answered_behind_the_exact_tokens_of_the_response(spoken: Spoken) -> None:
+    # As a policy may sample it: letters where the tokenizer would take its merges.
+    text = spoken.call("spell", '{"word": "abab"}')
+    alone = [token for letter in text for token in spoken.ids(letter)]
+    assert alone != spoken.ids(text)
+    response = [*alone, spoken.end_id]
+    once = await spoken.answers.to(spoken.after(*response))
+    assert segments(once)[1:] == [response, spoken.following("a b a b")]
+    assert [segment.sampled for segment in once.segments] == [False, True, False]
+    assert (once.calls, once.wrong_calls, once.truncated) == (1, 0, False)
+    # The second response makes none, and ends the conversation.
+    said = once.responded(sample_of(*spoken.ids("abab"), spoken.end_id))
+    over = await spoken.answers.to(said)
+    assert segments(over) == segments(said)
+    assert trajectories([over])["calls"].tolist() == [1]
+    assert trajectories([over])["turn"].tolist() == [2]
+
+
+async def test_what_is_wrong_is_told_in_order_and_counted(policy_folder: Path) -> None:
+    spoken = Spoken("qwen", policy_folder)
+    text = "".join(
+        spoken.call(name, arguments)
+        for name, arguments in (("spell", '{"word": 7}'), ("spell", '{"word": "ab"}'), ("__init__", "{}"))
+    )
+    once = await spoken.answers.to(spoken.after(*spoken.ids(text), spoken.end_id))
+    told = (
+        "error: word: Input should be a valid string",
+        "a b",
+        ("error: there is no tool '__init__'; the tools are spell, fail"),
+    )
+    assert segments(once)[2] == spoken.following(*told)
+    assert (once.calls, once.wrong_calls) == (3, 2)
+    broken = once.responded(sample_of(*spoken.ids("<tool_call>{"), spoken.end_id))
+    twice = await spoken.answers.to(broken)
+    assert segments(twice)[4] == spoken.following(f"error: {UNREADABLE.problem}")
+    assert (twice.calls, twice.wrong_calls) == (4, 3)
+
+
+async def test_a_response_that_was_cut_off_is_not_read(spoken: Spoken) -> None:
+    text = spoken.call("spell", '{"word": "ab"}')
+    cut_off = spoken.after(*spoken.ids(text), reason=FinishReason.LENGTH)
+    assert segments(await spoken.answers.to(cut_off)) == segments(cut_off)
+
+
+async def test_a_tool_that_fails_is_asked_again_and_then_told(spoken: Spoken) -> None:
+    text = spoken.call("fail", '{"times": 2}')
+    once = await spoken.answers.to(spoken.after(*spoken.ids(text), spoken.end_id))
+    assert segments(once)[2] == spoken.following("at last")
+    text = spoken.call("fail", '{"times": 9}')
+    with pytest.raises(ConfigError, match=r"turn 1: failed with OSError\('no paper'\), the last of 3 attempts"):
+        await spoken.answers.to(spoken.after(*spoken.ids(text), spoken.end_id))
+
+
+async def test_an_answer_that_leaves_no_room_ends_the_conversation_and_its_calls_count(policy_folder: Path) -> None:
+    spoken = Spoken("qwen", policy_folder, max_tokens=401)
+    text = spoken.call("spell", '{"word": "%s"}' % ("x" * 60))
+    response = [*spoken.ids(text), spoken.end_id]
+    over = await spoken.answers.to(spoken.after(*response))
+    assert segments(over)[1:] == [response]
+    assert (over.truncated, over.calls) == (True, 1)

@@ -1,6 +1,7 @@
 """Conversations with an environment: every response kept with its log-probs and versions, and the rest given."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from orchestrator.experience.conversation import Conversation
 from orchestrator.experience.experience import SCHEMA, Collected, Finished
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import SampleRequest
+from orchestrator.loop.step_metrics import turns
 from quartet.columns import Columns
 from quartet.config.base import ConfigError
 from services.rollout.sample import FinishReason, Sample
@@ -214,3 +216,11 @@ async def test_a_sample_that_is_lost_on_its_way_is_told(policy_folder: Path) -> 
     with pytest.raises(ExceptionGroup) as caught:
         await Stage(policy_folder, Leaving()).collect(3)
     assert [str(error) for error in caught.value.exceptions] == ["1 of 3 samples were lost on their way"]
+
+
+async def test_turns_and_calls_are_measured_by_conversation(policy_folder: Path) -> None:
+    collected = await Stage(policy_folder, UntilThree()).collect(4)
+    assert turns(collected) == {"turns/mean": 2.0, "calls/mean": 0.0}
+    calls = {"calls": np.asarray([3, 0, 1, 1], np.int32), "wrong_calls": np.asarray([2, 0, 0, 0], np.int32)}
+    measured = turns(replace(collected, columns=collected.columns.with_rows(**calls)))
+    assert measured == {"turns/mean": 2.0, "calls/mean": 1.25, "calls/wrong": 0.4}

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
 
@@ -17,6 +15,7 @@ from quartet.trajectory import Segment
 from services.rollout.histories import answered, digests
 from services.rollout.sessions import Begun, Sessions
 from services.rollout.vllm.following import following
+from tests.chat import make_bytes
 
 QWEN = (
     "{%- for m in messages %}{%- set text = m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else "
@@ -45,23 +44,6 @@ TEMPLATES = {
     "bare": (BARE, "<|endoftext|>", "\nuser: next\n"),
 }
 """Template -> its text, the token that ends a response, and what follows that before the next."""
-MARKS = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("<start_of_turn>", "<end_of_turn>"),
-)
-
-
-def make_bytes() -> PreTrainedTokenizerFast:
-    """Bytes, a few merges of them, and the marks of all templates."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "b"), ("ab", "a"), ("b", "a"), ("u", "s"), ("us", "er")][:4]
-    vocabulary = {text: place for place, text in enumerate([*letters, *(first + second for first, second in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    made.add_special_tokens({"additional_special_tokens": list(MARKS)})
-    return made
 
 
 class Renderer:
