@@ -1,16 +1,20 @@
 """Calls of pairs to a scorer through a batcher, as a replica has it."""
 
+import asyncio
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from quartet.serving.batcher import Batcher
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import Pair
+from services.reward.config import ScorerConfig
 from services.reward.scorers.function import FunctionScorer
 from services.reward.scorers.scorer import EncodedPair, Result
 
@@ -54,6 +58,20 @@ def row(pair: Pair) -> EncodedPair:
 def batcher(made: FunctionScorer) -> Batcher[EncodedPair, Result]:
     """A batcher with the settings that the replica gives it."""
     return Batcher(made.score, batch_tokens=1000, batch_s=math.inf, passes=made.passes, patience_s=made.patience_s)
+
+
+def make(settings: dict[str, Any]) -> FunctionScorer:
+    """The scorer of a section."""
+    return FunctionScorer(TypeAdapter[Any](ScorerConfig).validate_json(json.dumps(settings)))
+
+
+def ask(made: FunctionScorer, *pairs: Pair) -> Call:
+    """The call of these pairs to the scorer alone, when it is answered."""
+
+    async def asked() -> Call:
+        return await scored(batcher(made), pairs)
+
+    return asyncio.run(asked())
 
 
 async def called(passes: Batcher[EncodedPair, Result], *labels: str) -> Call:

@@ -15,16 +15,10 @@ from services.critic.replica import Critic
 from services.reference.replica import Reference
 from services.reward.replica import Reward
 from services.rollout.replica import Rollout
+from tests.unit.fake_clock import Clock
 
 LIMITS = LimitsConfig(max_call_rows=4, max_call_tokens=400, max_waiting_rows=16, max_waiting_tokens=1600)
 RUN, OTHER = Share("run", Purpose.TRAINING), Share("other", Purpose.FOREIGN)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_call_that_is_too_large_is_told_to_be_split_and_not_to_come_back() -> None:

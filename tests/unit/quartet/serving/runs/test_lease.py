@@ -7,13 +7,7 @@ import pytest
 from protos import common_pb2
 from quartet.serving.runs.lease import LONGEST_S, MOST_AHEAD, Fence
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, Unavailable
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.unit.fake_clock import Clock
 
 
 def lease(run_id: str, number: int, identity: str = "") -> common_pb2.Lease:
@@ -28,7 +22,7 @@ def claim(
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

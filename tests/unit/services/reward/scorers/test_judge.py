@@ -1,6 +1,5 @@
 """A judge behind an endpoint of OpenAI's protocol: a small server on loopback that does what a response says."""
 
-import asyncio
 import json
 import threading
 import time
@@ -10,13 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
-from services.reward.config import ScorerConfig
 from services.reward.scorers.function import FunctionScorer
-from tests.unit.scorer_calls import Call, batcher, scored
+from tests.unit.scorer_calls import ask, make
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -124,14 +121,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 def judge(endpoint: Endpoint, **fields: Any) -> FunctionScorer:
     settings = {"kind": "judge", "url": endpoint.url, "model": "big", "rubric": "Be fair.", "lowest": -5.0} | fields
-    return FunctionScorer(TypeAdapter[Any](ScorerConfig).validate_json(json.dumps(settings)))
-
-
-def ask(made: FunctionScorer, *pairs: Pair) -> Call:
-    async def asked() -> Call:
-        return await scored(batcher(made), pairs)
-
-    return asyncio.run(asked())
+    return make(settings)
 
 
 def test_verdicts_and_what_takes_their_place(endpoint: Endpoint) -> None:

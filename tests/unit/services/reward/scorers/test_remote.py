@@ -1,6 +1,5 @@
 """A scorer of another reward service: a small gRPC server on loopback in its place."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
 
 from protos import common_pb2
 from protos import reward_pb2 as pb
@@ -17,9 +15,8 @@ from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
 from quartet.config.base import ConfigError
 from quartet.wire.codec import pack_floats
 from quartet.wire.pairs import Pair
-from services.reward.config import ScorerConfig
 from services.reward.scorers.function import FunctionScorer
-from tests.unit.scorer_calls import Call, batcher, scored
+from tests.unit.scorer_calls import ask, make
 
 
 class Service(RewardServicer):
@@ -63,14 +60,7 @@ def service() -> Iterator[tuple[Service, str]]:
 
 def remote(target: str, **fields: Any) -> FunctionScorer:
     settings = {"kind": "remote", "target": target, "scorer": "taste", "pair_timeout_s": 20.0} | fields
-    return FunctionScorer(TypeAdapter[Any](ScorerConfig).validate_json(json.dumps(settings)))
-
-
-def ask(made: FunctionScorer, *pairs: Pair) -> Call:
-    async def asked() -> Call:
-        return await scored(batcher(made), pairs)
-
-    return asyncio.run(asked())
+    return make(settings)
 
 
 def test_pairs_are_scored_there_with_all_that_is_known_of_them(service: tuple[Service, str]) -> None:

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
-from services.reward.config import ScorerConfig
 from services.reward.scorers.function import FunctionScorer
 from tests.unit import reward_door
 from tests.unit.reward_door import scorers_of_all_kinds
-from tests.unit.scorer_calls import Call, batcher, scored
+from tests.unit.scorer_calls import Call, batcher, make, scored
 
 HASH = "a" * 64
 SCORED: dict[str, Any] = {"outcome": "scored", "scores": {"score": 2.0}, "reason": None}
@@ -28,7 +26,7 @@ ALL: dict[str, Any] = {"scorer": {"name": "model:far", "model_hash": HASH}, "res
 
 def remote(url: str, **fields: Any) -> FunctionScorer:
     settings = {"kind": "remote", "url": url, "workers": 1} | fields
-    return FunctionScorer(TypeAdapter[Any](ScorerConfig).validate_json(json.dumps(settings)))
+    return make(settings)
 
 
 async def ask(made: FunctionScorer, *pairs: Pair) -> Call:
