@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 MIB = 1 << 20
 SCRIPTS = ("install.py", "run.sh")
 GROUPS = (("trl", "cryptography"), ("ray[serve]",), ("vllm",))
-"""Roots in the order in which they are packed: the stages that come first need the first parts alone. What the
+"""Roots in the order in which they are packed: the stages without an engine need the first parts alone. What the
 project asks for comes with the first group, less what later ones name."""
 
 

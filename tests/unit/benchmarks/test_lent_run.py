@@ -188,6 +188,9 @@ def test_the_plan_is_in_order_and_fits_the_benchmarks() -> None:
     assert len(set(names)) == len(names)
     # A start of the machine of 90 s and 30 s for each of four parts: the first four, on a card of 80 GB too.
     assert sum(stage.expected_s for stage in STAGES[:4]) <= 900 - 90 - 4 * 30
+    # The step and TRL's in one command, and TRL's also if the step is cut off at its limit.
+    assert names[:2] == ["step 1.5B", "TRL's step 1.5B"]
+    assert STAGES[0].limit_s + STAGES[1].expected_s <= 590
     assert all(stage.gib < 79 for stage in STAGES[:4])
     assert all(stage.expected_s < stage.limit_s < 590 for stage in STAGES)
     assert all((ROOT / f"{stage.module.replace('.', '/')}.py").is_file() for stage in STAGES)
