@@ -14,7 +14,7 @@ there is nothing to average."""
 
 GROUP_ELEMENTS = 128 << 20
 """Most parameters of one rank whose step DeepSpeed takes at once, of which it copies the gradient; one that is larger
-is alone."""
+is alone. With ZeRO 3 the rank's share of one weight more."""
 
 
 class OptimizerConfig(Config):
@@ -241,4 +241,6 @@ def _zero(config: LearnerConfig) -> dict[str, Any]:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if config.zero_stage == 3:
         zero["stage3_param_persistence_threshold"] = config.zero_persist_below
+        if not config.adam_offload:
+            zero["sub_group_size"] = GROUP_ELEMENTS
     return zero

@@ -16,7 +16,7 @@ COPIES = "copies for checkpoints"
 READING = "reading the model"
 """Kind of memory: the whole model, while the process starts."""
 SUB_GROUP = 1_000_000_000
-"""Most parameters whose master weights DeepSpeed's ZeRO 3 keeps in one tensor (`sub_group_size`)."""
+"""Most parameters whose offloaded gradients DeepSpeed's ZeRO 3 keeps in one tensor, by default (`sub_group_size`)."""
 
 
 def held_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> dict[str, int]:
@@ -36,7 +36,7 @@ def held_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> dict
     elif config.colocate:
         held[OPTIMIZER] = 3 * sum(pinned(4 * group) for group in step_groups(config, shape))
     if config.param_offload:
-        held[WEIGHTS] = _in_sub_groups(own, width)
+        held[WEIGHTS] = pinned(own * width)
     if config.ema_decay:
         held[MEAN] = 4 * (own if config.zero_stage == 3 else trained_parameters(config, shape))
     return held
@@ -50,14 +50,10 @@ def _offloaded(stage: int, own: int, width: int, *, largest: int) -> int:
     the gradients too, each in a tensor of its own.
     """
     if stage == 3:
-        return 3 * 4 * own + _in_sub_groups(own, 4) + pinned(own * width)
+        whole, rest = divmod(own, SUB_GROUP)
+        return 3 * 4 * own + whole * pinned(4 * SUB_GROUP) + pinned(4 * rest) + pinned(own * width)
     accumulated = own * width if stage == 2 else 0
     return 2 * 4 * own + 2 * pinned(4 * own) + pinned(own * width) + pinned(largest * width) + accumulated
-
-
-def _in_sub_groups(count: int, width: int) -> int:
-    whole, rest = divmod(count, SUB_GROUP)
-    return whole * pinned(SUB_GROUP * width) + pinned(rest * width)
 
 
 def copied_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool, rank: int) -> int:

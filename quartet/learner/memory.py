@@ -124,12 +124,15 @@ def _copied(config: LearnerConfig, shape: ModelSize) -> int:
 
 def _step(config: LearnerConfig, shape: ModelSize) -> int:
     """Copies of the gradient that DeepSpeed makes for the optimizer's step: a flat one, and in half precision one in
-    float32; with ZeRO 1 and 2 of one group at a time. Without ZeRO several ranks add it up in copies of
+    float32; with ZeRO of one group at a time. Without ZeRO several ranks add it up in copies of
     AVERAGED_ELEMENTS at most."""
     copies, trained = config.ranks // config.tensor_parallel.size, trained_parameters(config, shape)
     if config.zero_stage == 0 and copies > 1:
         return min(trained, AVERAGED_ELEMENTS) * BYTES[config.dtype]
     if config.zero_stage == 0 or config.adam_offload:
         return 0
-    group = trained // copies if config.zero_stage == 3 else max(step_groups(config, shape))
+    if config.zero_stage == 3:
+        group = min(trained // copies, GROUP_ELEMENTS + shape.largest // copies)
+    else:
+        group = max(step_groups(config, shape))
     return group * (4 if config.dtype == "float32" else 6)

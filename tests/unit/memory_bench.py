@@ -46,7 +46,7 @@ class MemoryBench:
     def __init__(self, model: Path, ranks: Ranks) -> None:
         self._model, self._ranks = str(model), ranks
         learner.REDUCE_ELEMENTS = SMALL_BUCKET
-        module.GROUP_ELEMENTS = SMALL_GROUP  # type: ignore[attr-defined]
+        learner.GROUP_ELEMENTS = module.GROUP_ELEMENTS = SMALL_GROUP  # type: ignore[attr-defined]
         for device in TILE_ELEMENTS:
             TILE_ELEMENTS[device] = SMALL_TILE
 

@@ -26,6 +26,7 @@ from orchestrator.deployment.memory import (
 from quartet.config.base import GIB
 from quartet.config.frozen import FrozenConfig
 from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig
+from quartet.learner import memory
 from quartet.learner.memory import kept_bytes, learner_bytes
 from quartet.models.size import ModelSize
 from services.rollout.config import RolloutConfig
@@ -96,6 +97,14 @@ def test_a_rank_holds_its_tensors_and_those_of_libraries(configs: Configs) -> No
     # Between updates it packs the buckets of a push, of which the next is begun before the last has left.
     resting = 2000 + SMALL.layer(10, 2) + 2 * GIB
     assert rank_bytes(section, SMALL, logits=True, bucket=GIB) == resting + COMMUNICATOR_OF_ONE + CONTEXT
+
+
+def test_a_step_of_zero_3_copies_the_gradient_of_one_group(configs: Configs) -> None:
+    """Four ranks with 2 billion parameters each, and with a quarter of the largest weight."""
+    size, most = ModelSize(8 * 10**9, 2, 1000, 1000, 100_000, queries=1000, keys=1000), 2**27 + 25_000_000
+    section = configs.learner(dtype="bfloat16", zero_stage=3, ranks=4, micro_batch_tokens=10)
+    assert memory._step(section, size) == 6 * most < memory._gathered(section, size)
+    assert learner_bytes(section, size, logits=True) < kept_bytes(section, size) + 6 * 10**9
 
 
 def test_a_learner_holds_less_where_ranks_divide_or_the_host_takes_over(configs: Configs) -> None:

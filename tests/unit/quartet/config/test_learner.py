@@ -8,6 +8,7 @@ import pytest
 from orchestrator.config.run import OrchestratorConfig
 from quartet.config.base import ConfigError
 from quartet.config.learner import (
+    GROUP_ELEMENTS,
     LearnerConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -140,6 +141,9 @@ def test_what_deepspeed_is_told_of_zero_3_with_offload(model: str) -> None:
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "cpu", "pin_memory": True},
     }
+    # On the GPU a step copies the gradient of a group of weights, which are then small ones.
+    kept = describe(config.model_copy(update={"adam_offload": False}))["zero_optimization"]
+    assert kept["sub_group_size"] == GROUP_ELEMENTS
 
 
 def test_scorers_nest(model: str) -> None:
