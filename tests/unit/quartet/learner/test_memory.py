@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
+from quartet.config import learner as learner_config
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner import memory, module
-from quartet.learner.memory import learner_bytes
+from quartet.learner.memory import kept_bytes, learner_bytes
 from quartet.models.compiled import compile_layers
 from quartet.models.distribution import Distribution
 from quartet.models.size import ModelSize
@@ -173,3 +174,13 @@ def test_a_step_by_groups_copies_the_gradient_of_one(
     size, peak = ModelSize.of(config), allocated(update, before)
     assert learner_bytes(section, size, logits=policy) == pytest.approx(peak, rel=0.05)
     assert peak / (size if policy else size.body).parameters == pytest.approx(bytes_each, rel=0.01)
+
+
+def test_a_step_of_zero_3_copies_the_gradient_of_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (memory, learner_config):
+        monkeypatch.setattr(room, "GROUP_ELEMENTS", 1 << 20)
+    config, before = described(hidden_size=512, num_hidden_layers=4, vocab_size=2048), Allocations().now
+    section, update = trainer_of(tmp_path, config, policy=True, tokens=64, dtype="bfloat16", zero_stage=3)
+    size, peak = ModelSize.of(config), allocated(update, before)
+    assert learner_bytes(section, size, logits=True) == pytest.approx(peak, rel=0.05)
+    assert peak < kept_bytes(section, size) + 5 * size.parameters  # 6 as one group
