@@ -190,6 +190,8 @@ async def fit(
         RanksLost, ServiceError: a rank was lost, and the restarts are used up.
     """
     training, run_dir = file.training, run_dir or RUNS / file.training.name
+    if not (resume or overwrite):
+        clear((run_dir / CHECKPOINTS).resolve(), overwrite=False)  # before the examples are read, which may be many
     inputs = read_inputs(training)
     seed = training.seed if training.shuffle else None
     order = Order(len(inputs.train), training.epochs, training.batch_size, seed)
