@@ -66,7 +66,8 @@ class MemorySums:
                 kinds = sorted(hosts[name].needs, key=lambda need: -need[1])
                 named = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds)
                 needs.append(f"{hosts[name].size / GIB:.1f} on a host ({named})")
-            yield f"memory of {name}, of which there are {count}: {' and '.join(needs)} GiB"
+            largest = f", the largest of {count}" if count > 1 else ""
+            yield f"memory of {name}{largest}: {' and '.join(needs)} GiB"
         if self.gpu is not None and self.on_gpus:
             phase, worst = memory.worst_phase(self.on_gpus)
             total = sum(part.during(phase) for part in worst)

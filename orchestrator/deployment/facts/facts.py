@@ -137,7 +137,7 @@ class Facts(Config):
     port: Port = 19000
     """The gRPC port, through which all services are called."""
     http_port: Port = 18000
-    """Serve's HTTP port, on which nothing answers without `security: {http: true}` (docs/openai.md,
+    """Serve's HTTP port, on which nothing answers unless `security.http` is true (docs/openai.md,
     docs/reward-http.md)."""
     security: dict[str, Any] | None = None
     """The gRPC port's address and policy, and whether the HTTP port is open (quartet/security/port.py). Null: only

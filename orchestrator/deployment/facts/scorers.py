@@ -54,7 +54,7 @@ class ScorersFacts(Config):
     port: Port = 19000
     """The gRPC port."""
     http_port: Port = 18000
-    """Serve's HTTP port, on which nothing answers without `security: {http: true}`."""
+    """Serve's HTTP port, on which nothing answers unless `security.http` is true."""
     security: dict[str, Any] | None = None
     """The gRPC port's address and policy (quartet/security/port.py). Null: only this user, on this machine."""
 

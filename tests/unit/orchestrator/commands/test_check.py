@@ -414,7 +414,7 @@ def test_what_may_be_on_one_host_must_fit_there_and_check_prints_the_sums(
     raw["orchestrator"]["host_gib"] = 30
     checked(raw, tmp_path)
     said = " ".join(CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")]).output.split())
-    policy = r"memory of policy, of which there are 1: (\d\.\d) on a GPU and 2\.\d on a host "
+    policy = r"memory of policy: (\d\.\d) on a GPU and 2\.\d on a host "
     assert re.search(policy + r".*one GPU: policy \1 = \1 of 8", said)
     assert re.search(r"one host: rollout 2\.\d .* = \d\d of 30 GiB", said)
     assert said.endswith("a.yaml: fine")

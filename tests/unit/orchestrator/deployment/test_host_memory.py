@@ -159,7 +159,7 @@ def test_the_files_fit_the_machines_that_they_name(name: str, files: Files) -> N
 def test_what_fits_is_summed_line_by_line() -> None:
     sums = MemorySums(None, 100 * GIB, 8, (), (part("rollout", 50, 4), part("rollout", 50, 4)))
     assert list(sums.lines()) == [
-        "memory of rollout, of which there are 2: 50.0 on a host (weights 50.0) GiB",
+        "memory of rollout, the largest of 2: 50.0 on a host (weights 50.0) GiB",
         "one host: rollout 2 x 50.0 + Ray and Serve 4.0 = 104 of 100 GiB",
     ]
     [problem] = sums.problems()
@@ -170,7 +170,7 @@ def test_processes_without_a_gpu_are_not_counted_among_those_with_one() -> None:
     """A critic of several ranks has an actor beside them, on a host alone."""
     ranks = (Footprint("critic", 1, 5 * GIB),) * 2
     [line] = MemorySums(None, None, None, ranks, (part("critic", 50), part("critic", 50), part("critic", 2))).lines()
-    assert line.startswith("memory of critic, of which there are 3: 5.0 on a GPU (2 of them) and 50.0 on a host (")
+    assert line.startswith("memory of critic, the largest of 3: 5.0 on a GPU (2 of them) and 50.0 on a host (")
 
 
 def test_colocated_states_are_pinned_and_a_mean_is_kept(policy_folder: Path) -> None:

@@ -92,6 +92,7 @@ def test_a_file_is_six_facts_and_the_rest_as_comments(
     before = Deployment.load(tmp_path / "mine.yaml").raw
     told = {name for name in Facts.model_fields if f"\n# {name}: " in text}
     assert told == set(Facts.model_fields) - set(names)
+    assert [line for line in text.splitlines() if line.count("`") % 2] == []  # none is cut off within its code
     # Each comment holds the value that is derived, or an example.
     for name in told - {"services", "orchestrator"}:
         text = text.replace(f"\n# {name}: ", f"\n{name}: ")
