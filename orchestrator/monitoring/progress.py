@@ -73,7 +73,8 @@ class Headline:
         self._held_out = _held_out(metrics) or self._held_out
         own = {"score": "score/mean", "KL": "kl/reference", "loss": "train/loss"}
         named = {name: metrics.get(metric) for name, metric in own.items()} | self._held_out
-        return "  ".join(f"{name} {value:.2f}" for name, value in named.items() if value is not None)
+        # Rounded first, as a mean of just below 0 would be -0.00.
+        return "  ".join(f"{name} {round(value, 2) + 0.0:.2f}" for name, value in named.items() if value is not None)
 
 
 class _Live(Bar):

@@ -51,6 +51,8 @@ def test_duration(seconds: float, text: str) -> None:
 def test_the_headline_keeps_the_last_evaluation() -> None:
     headline = Headline()
     assert headline.update({"score/mean": 0.5, "kl/reference": 1.234}) == "score 0.50  KL 1.23"
+    assert headline.update({"score/mean": -0.5, "kl/reference": -0.004}) == "score -0.50  KL 0.00"
+    assert headline.update({"score/mean": math.nan}) == "score nan"
     # Judges go before the held-out score.
     evaluated = {"score/mean": 0.6, "eval/score": 0.4, "eval/gold": -0.2, "eval/gold_low": -0.3}
     assert headline.update(evaluated) == "score 0.60  gold -0.20"
