@@ -96,7 +96,7 @@ class StagingEngine:
 
 async def serve(answers: socket.socket, name: str, backend: str, device: str) -> None:
     """Answers phases, each a number, a length and its bytes, in any order, until the other end closes."""
-    member = WeightMember(StagingEngine(backend, torch.device(device), name), name, HOST)  # type: ignore[arg-type]
+    member = WeightMember(StagingEngine(backend, torch.device(device), name), name)  # type: ignore[arg-type]
     claim = common_pb2.Claim(ttl_s=600)
     assert (await member.carry_out(pb.WeightPhase(timeout_s=10, lease=LEASE, claim=claim))).ok
     reader, writer = await asyncio.open_unix_connection(sock=answers)

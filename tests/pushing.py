@@ -58,8 +58,8 @@ class TrainerSource:
         """The place of the one sending rank."""
         return [self.trainer.sending.place()]
 
-    async def rendezvous(self, backend: str) -> list[int]:
-        """The port of the one sending rank."""
+    async def rendezvous(self, backend: str) -> list[tuple[str, int]]:
+        """The address and port of the one sending rank."""
         options = {"host": HOST, "bucket_bytes": BUCKET_BYTES, "stall_s": STALL_S}
         return [await asyncio.to_thread(self.trainer.sending.rendezvous, backend, **options)]
 
@@ -148,7 +148,7 @@ class EngineHost:
         from services.rollout.vllm.engine import VLLMEngine
 
         self._engine = await VLLMEngine.start(RolloutConfig.parse(config, "rollout"))
-        self._member = WeightMember(self._engine, "only", HOST)
+        self._member = WeightMember(self._engine, "only")
 
     async def generate(self, prompts: Sequence[Ints], sampling: Sampling) -> list[Sample]:
         """One sample for each prompt, by its index as the seed."""

@@ -52,9 +52,9 @@ class LocalSource:
     async def places(self) -> list[Place]:
         return [place(self.backend, "learner")] * len(self._senders)
 
-    async def rendezvous(self, backend: str) -> list[int]:
+    async def rendezvous(self, backend: str) -> list[tuple[str, int]]:
         assert backend == self.backend
-        return [sender.rendezvous() for sender in self._senders]
+        return [(HOST, sender.rendezvous()) for sender in self._senders]
 
     async def manifest(self) -> bytes:
         return self._manifest.pack()

@@ -75,9 +75,9 @@ class SleepingSource:
         """One sender."""
         return [Place()]
 
-    async def rendezvous(self, backend: str) -> Sequence[int]:
+    async def rendezvous(self, backend: str) -> Sequence[tuple[str, int]]:
         """A port at which no group meets."""
-        return [1]
+        return [("", 1)]
 
     async def manifest(self) -> bytes:
         """One weight."""

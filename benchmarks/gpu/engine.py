@@ -150,7 +150,7 @@ async def pushed(engine: Any, model: Any, backend: str = "ipc", rounds: int = 1)
 
     manifest = Manifest.of(dict(model.named_parameters()), 256 << 20)
     sender = make_sender(backend, manifest, host="127.0.0.1", stall_s=60.0)
-    place = {"rank": 1, "world_size": 2, "membership": 1, "host": "127.0.0.1", "stall_s": 60.0}
+    place = {"rank": 1, "world_size": 2, "membership": 1, "stall_s": 60.0}
     await engine.join({"backend": backend, "senders": [["", sender.rendezvous()]], **place})
     pushes, commits = [], []
     for version in range(1, rounds + 2):

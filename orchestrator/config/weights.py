@@ -49,5 +49,7 @@ class WeightsConfig(Config):
     in float32, and from 0.05 to 0.25 in bfloat16."""
     attempts: Count = 5
     """Tries of a push; if all fail the run ends with an error."""
-    host: str = "127.0.0.1"
-    """Address at which the rollout replicas reach the learner; the rendezvous store listens there."""
+    host: str | None = "127.0.0.1"
+    """Address at which the rollout replicas reach the learner. Gloo and the rendezvous store listen there, and a
+    replica's gloo on the address of its own machine on the way to it. Null, for replicas on other nodes: the address
+    that Ray has for the node of each sending rank."""

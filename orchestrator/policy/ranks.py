@@ -88,8 +88,8 @@ class Policy:
         """The place of each sending rank, see WeightSending.place."""
         return await self._senders(WeightSending.place)
 
-    async def rendezvous(self, backend: str) -> list[int]:
-        """The port of each sending rank, see WeightSending.rendezvous."""
+    async def rendezvous(self, backend: str) -> list[tuple[str, int]]:
+        """The address and the port of each sending rank, see WeightSending.rendezvous."""
         weights = self._config.weights
         return await self._beside(
             WeightSending.rendezvous,

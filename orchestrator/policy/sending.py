@@ -2,6 +2,7 @@
 
 from quartet.learner.learner import RankLearner
 from quartet.models.device import gpu_uuid
+from quartet.ranks.rendezvous import node_address
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.place import Place, has_room, machine
 from quartet.weight_transfer.sender import Sender, make_sender
@@ -29,23 +30,25 @@ class WeightSending:
         self,
         backend: str,
         *,
-        host: str,
+        host: str | None,
         bucket_bytes: int,
         stall_s: float,
         senders: int = 1,
         on_gpu: bool = False,
-    ) -> int:
-        """Makes the backend's sender on first use, on a sending rank; returns the port for the next group."""
+    ) -> tuple[str, int]:
+        """Makes the backend's sender on first use, on a sending rank; returns the address and the port at which the
+        next group meets. `host` is that address; None: Ray's address of this node."""
         if self._sender is not None and backend != self._backend:
             self._sender.close()
             self._sender = None  # frees its memory before the new sender allocates
+        host = host or node_address()
         if self._sender is None:
             manifest, rank = self._made_manifest(bucket_bytes), self._learner.ranks.rank
             self._sender = make_sender(
                 backend, manifest, host=host, stall_s=stall_s, sender=rank, senders=senders, on_gpu=on_gpu
             )
             self._backend = backend
-        return self._sender.rendezvous()
+        return host, self._sender.rendezvous()
 
     def manifest(self, bucket_bytes: int) -> bytes:
         """On the sending ranks: what is sent, packed."""

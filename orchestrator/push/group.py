@@ -89,8 +89,8 @@ class PushGroup:
         return self._source.memberships
 
     async def _open(self) -> None:
-        ports = await self._source.rendezvous(self.backend)
-        self._rendezvous = [pb.Rendezvous(address=self._config.host, port=port) for port in ports]
+        meetings = await self._source.rendezvous(self.backend)
+        self._rendezvous = [pb.Rendezvous(address=address, port=port) for address, port in meetings]
 
     def _prepare(self, membership: int, members: Mapping[str, int]) -> pb.Prepare:
         return pb.Prepare(

@@ -26,8 +26,8 @@ class WeightSource(Protocol):
     async def places(self) -> Sequence[Place]:
         """The place of each sender."""
 
-    async def rendezvous(self, backend: str) -> Sequence[int]:
-        """Ports at which the members of the next group meet, one for each sender."""
+    async def rendezvous(self, backend: str) -> Sequence[tuple[str, int]]:
+        """Addresses and ports at which the members of the next group meet, one for each sender."""
 
     async def manifest(self) -> bytes:
         """The packed manifest of the weights."""

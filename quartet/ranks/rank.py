@@ -40,12 +40,9 @@ class Rank:
         """
         if self._world_size == 1:
             return None
-        if host is None:
-            import ray
+        from quartet.ranks.rendezvous import node_address, serve_store
 
-            host = ray.util.get_node_ip_address()
-        from quartet.ranks.rendezvous import serve_store
-
+        host = host or node_address()
         self._store = serve_store(host, self._timeout_s)
         return host, int(self._store.port)
 

@@ -1,9 +1,28 @@
-"""The store through which the members of a process group find one another."""
+"""The store through which the members of a process group find one another, and the addresses at which they do."""
 
 import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore
+
+
+def node_address() -> str:
+    """Ray's address of the node that this process is on."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine on the way to `host`; nothing is sent.
+
+    Raises:
+        OSError: `host` is unknown here, or cannot be reached from here.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:

@@ -23,9 +23,19 @@ KiB, and a run has one for each of its senders."""
 
 def open_store(host: str, timeout_s: float) -> tuple[Store, int]:
     """Opens a store for receivers that reach this process at `host`; returns it and the number by which `find_store`
-    finds it: a port, or on loopback the number of a file."""
+    finds it: a port, or on loopback the number of a file.
+
+    Raises:
+        RuntimeError: this machine cannot listen there.
+    """
     if not on_loopback(host):
-        store = serve_store(host, timeout_s)
+        try:
+            store = serve_store(host, timeout_s)
+        except OSError as error:
+            raise RuntimeError(
+                f"orchestrator.weights.host: the learner's machine cannot listen on {host} ({error.strerror}); give "
+                "one of its addresses, or null for the one that Ray has for its node"
+            ) from None
         return store, int(store.port)
     number = secrets.randbelow(2**31 - 1) + 1
     file = os.memfd_create(f"quartet-{number}")
@@ -59,5 +69,5 @@ def _descriptor(number: int) -> int:
     except FileNotFoundError:
         raise RuntimeError(
             "the learner's store is not on this machine or is another user's; set orchestrator.weights.host to an "
-            "address at which this machine reaches the learner's"
+            "address at which this machine reaches the learner's, or to null for the one that Ray has for its node"
         ) from None

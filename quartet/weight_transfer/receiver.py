@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from quartet.ranks.rendezvous import address_towards
 from quartet.weight_transfer.groups.group import ABORT_S, LOOK_S, Group, Wire, leave, turned
 from quartet.weight_transfer.groups.wires import make_wire
 from quartet.weight_transfer.ipc import SharedBuckets
@@ -46,8 +47,6 @@ class Joining:
     """The worker's rank among sender and workers."""
     world_size: int
     membership: int
-    host: str
-    """The worker's own address."""
     stall_s: float
     """Longest wait, in seconds, for the group to form, and for one bucket."""
     until: float = math.inf
@@ -130,7 +129,7 @@ class GroupReceiver:
     def join(self, joining: Joining) -> None:
         """Joins one group for each sender."""
         self._leave(min(ABORT_S, max(0.0, joining.joining_s)))
-        wire = self._wires(joining.backend, joining.host, self._device, joining.stall_s)
+        wire = self._wires(joining.backend, address_towards(joining.senders[0][0]), self._device, joining.stall_s)
         senders = len(joining.senders)
         self._carrying, staging = wire.device, wire.device if joining.on_gpu else None
         if (staging, joining.worker, joining.workers) != (self._staging, self._worker, self._workers):

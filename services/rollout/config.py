@@ -68,8 +68,6 @@ class RolloutConfig(Config):
     """Seed of the engine, for requests without a seed."""
     weight_backend: Literal["auto", "nccl", "gloo", "ipc", "cuda-ipc"] = "auto"
     """Backend by which this replica accepts weights; auto accepts the one that orchestrator.weights.backend names."""
-    host: str = "127.0.0.1"
-    """Address at which the learner reaches this machine; gloo connections listen there."""
     join_s: Seconds = 600
     """Longest wait, in seconds, of a new replica for the weights of the current training run; then it is
     restarted."""

@@ -119,16 +119,15 @@ def check_least(count: int, engine: Engine, field: str) -> None:
         )
 
 
-def joining_info(message: pb.Prepare, replica: str, host: str) -> dict[str, Any]:
+def joining_info(message: pb.Prepare, replica: str) -> dict[str, Any]:
     """A push's group for Engine.join, from the prepare phase: the fields of weight_transfer.receiver.Joining, which
-    is not imported because it needs torch. `host` is the replica's own address."""
+    is not imported because it needs torch."""
     return {
         "backend": message.backend,
         "senders": [[sender.address, sender.port] for sender in message.senders],
         "rank": message.ranks[replica],
         "world_size": message.world_size,
         "membership": message.membership,
-        "host": host,
         "stall_s": message.stall_s,
         "until": time.monotonic() + message.stall_s,
         "on_gpu": message.stage_on_gpu,

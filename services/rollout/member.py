@@ -39,10 +39,9 @@ class WeightMember:
     A phase that comes twice in a row is carried out once: Serve repeats a call whose answer it lost.
     """
 
-    def __init__(self, engine: Engine, replica: str, host: str) -> None:
+    def __init__(self, engine: Engine, replica: str) -> None:
         self._engine = engine
         self._replica = replica
-        self._host = host
         self._membership = 0
         self._open = False
         self._resting_s = 0.0  # longest that generation may rest for the learners; 0 if it does not rest
@@ -244,7 +243,7 @@ class WeightMember:
                 raise FailedPrecondition(
                     f"weight_backend: {self._engine.backend} here, but weights are pushed by {message.backend}"
                 )
-            await self._engine.join(joining_info(message, self._replica, self._host))
+            await self._engine.join(joining_info(message, self._replica))
             self._membership = message.membership
         self._open, self._stall_s = True, message.stall_s
         await self._engine.pause(message.in_flight)

@@ -72,7 +72,7 @@ class Rollout(HealthMixin, HttpMixin):
         # One handle is kept, since each new one makes a router that asks Serve's controller.
         self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
         self._max_phase_s = config.max_phase_s
-        self._member = WeightMember(engine, self._replica, config.host)
+        self._member = WeightMember(engine, self._replica)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0)
         guests = Guests(config.foreign_share, lambda: self._member.held, gpus=gpus)
         self._slots = EngineSlots(config.max_num_seqs, config.limits, engine.max_length, guests)

@@ -26,7 +26,7 @@ from tests.families import FAMILIES
 
 PROMPTS, _ = plain.random_pairs(5, seed=3, longest=30)
 BUCKET_BYTES = 100_000
-PLACE = {"rank": 1, "world_size": 2, "membership": 1, "host": "127.0.0.1", "stall_s": 20.0}
+PLACE = {"rank": 1, "world_size": 2, "membership": 1, "stall_s": 20.0}
 PACKED = {"qwen3-moe"}
 """Families whose weights the CPU build packs all the same: they are loaded layer by layer each time."""
 

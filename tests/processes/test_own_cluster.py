@@ -1,11 +1,8 @@
 """docs/security.md, its commands for a Ray cluster of the user's own, given one by one until a run has trained."""
 
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -21,58 +18,29 @@ from orchestrator.deployment.listeners import free_ports
 from orchestrator.monitoring.metrics import read_metrics
 from tests.cluster import MARK, inherited
 from tests.configuration import REPO, configuration, write_prompts
+from tests.shell import Shell
 
 PAGE = (REPO / "docs" / "security.md").read_text().partition("## A Ray cluster of your own")[2]
 COMMANDS = re.findall(r"^\$ (.+?)(?:  +#.*)?$", PAGE.partition("```console")[2].partition("```")[0], re.MULTILINE)
 STEPS = 2
 
 
-class Shell:
-    """One shell of a user's: what is exported stays for the next command. Ports are those that are free here."""
-
-    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
-        """Chooses the ports of the cluster."""
-        self._folder = folder
-        gcs, dashboard, client = free_ports(3)
-        self._exchanged = {
-            "ray start --head": f"ray start --head --port {gcs} --dashboard-port {dashboard} "
-            f"--ray-client-server-port {client} --node-ip-address 127.0.0.1 --num-cpus 8 "
-            "--min-worker-port 0 --max-worker-port 0",
-            "RAY_ADDRESS=auto": f"RAY_ADDRESS=127.0.0.1:{gcs}",
-            "deploy/ppo.yaml": "ppo.yaml",
-        }
-        paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        # Without what the tests give to clusters of `quartet up`, except that Ray listens on loopback only. In a home
-        # of its own: Ray keeps its token there.
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "QUARTET_"))}
-        own |= {"HOME": str(folder), "PATH": paths, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-        own |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}"}
-        self._environment = own | variables
-
-    def run(self, line: str) -> str:
-        """Text that the command printed, which has to succeed."""
-        for old, new in self._exchanged.items():
-            line = line.replace(old, new)
-        done = subprocess.run(
-            ["bash", "-c", f"{line} || exit; env -0 >environment"],
-            cwd=self._folder,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, f"{line}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-        found = (self._folder / "environment").read_text().split("\0")
-        self._environment = dict(pair.split("=", 1) for pair in found if "=" in pair)
-        return done.stdout
-
-
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell whose Ray listens on loopback only, at ports that are free here."""
     temporary = tempfile.mkdtemp(prefix="qo-", dir="/tmp")  # Ray's sockets allow only short paths
     mark = uuid.uuid4().hex
+    gcs, dashboard, client = free_ports(3)
+    exchanged = {
+        "ray start --head": f"ray start --head --port {gcs} --dashboard-port {dashboard} "
+        f"--ray-client-server-port {client} --node-ip-address 127.0.0.1 --num-cpus 8 "
+        "--min-worker-port 0 --max-worker-port 0",
+        "RAY_ADDRESS=auto": f"RAY_ADDRESS=127.0.0.1:{gcs}",
+        "deploy/ppo.yaml": "ppo.yaml",
+    }
+    own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}"}
     try:
-        yield Shell(tmp_path, {"RAY_TMPDIR": temporary, MARK: mark})
+        yield Shell(tmp_path, {"RAY_TMPDIR": temporary, MARK: mark} | own, exchanged)
     finally:
         # By number, where a user calls `ray stop`, which would end the clusters of all tests.
         for number in (signal.SIGTERM, signal.SIGKILL):

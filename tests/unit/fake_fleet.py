@@ -72,9 +72,9 @@ class FakeSource:
     async def places(self) -> list[Place]:
         return self.at
 
-    async def rendezvous(self, backend: str) -> list[int]:
+    async def rendezvous(self, backend: str) -> list[tuple[str, int]]:
         self.calls.append(("rendezvous", backend))
-        return [4000]
+        return [("10.0.0.1", 4000)]
 
     async def manifest(self) -> bytes:
         return MANIFEST.pack()
@@ -127,7 +127,7 @@ class Fleet:
     def add(self, **workers: int) -> None:
         for name, count in workers.items():
             self.engines[name] = NoteTaker(self.source, count)
-            member = WeightMember(self.engines[name], name, "10.0.0.2")  # type: ignore[arg-type]
+            member = WeightMember(self.engines[name], name)  # type: ignore[arg-type]
             member._fence.claim(self.lease, common_pb2.Claim(ttl_s=60))
             self.members[name] = member
 

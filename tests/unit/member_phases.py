@@ -75,7 +75,7 @@ class FakeEngine:
 
 async def held(engine: FakeEngine) -> WeightMember:
     """Claimed by our run."""
-    member = WeightMember(engine, "me", host="10.0.0.2")  # type: ignore[arg-type]
+    member = WeightMember(engine, "me")  # type: ignore[arg-type]
     assert (await claim(member, LEASE)).ok
     return member
 

@@ -260,9 +260,10 @@ def rounded_adapters(deployment: Deployment) -> Iterator[str]:
 def open_pushes(deployment: Deployment) -> Iterator[str]:
     """A push that other machines can reach, by libraries that check no caller."""
     weights = deployment.orchestrator.weights
-    if weights.backend not in ("ipc", "cuda-ipc") and not on_loopback(weights.host):
+    host = weights.host or "the policy's node"
+    if weights.backend not in ("ipc", "cuda-ipc") and not on_loopback(host):
         yield (
-            f"orchestrator.weights.host: every machine and user that reaches {weights.host} can read the weights of "
+            f"orchestrator.weights.host: every machine and user that reaches {host} can read the weights of "
             "a push and disturb it, as gloo and NCCL encrypt nothing and check no caller; keep it in a network that "
             "you trust, behind a firewall"
         )

@@ -149,8 +149,10 @@ def test_a_smaller_last_minibatch_is_told(raw: dict[str, Any], tmp_path: Path) -
 @pytest.mark.parametrize("backend", ["auto", "gloo", "ipc"])
 def test_a_push_that_other_machines_can_reach_is_told(raw: dict[str, Any], tmp_path: Path, backend: str) -> None:
     args(raw, "rollout")["weight_backend"] = backend
-    for host, told in (("127.0.0.1", False), ("localhost", False), ("10.0.0.5", backend != "ipc")):
+    cases = (("127.0.0.1", None), ("localhost", None), ("10.0.0.5", "10.0.0.5"), (None, "the policy's node"))
+    for host, reached in cases:
         raw["orchestrator"]["weights"] = {"backend": backend, "host": host}
         notes = checked(raw, tmp_path).notes
+        told = reached is not None and backend != "ipc"
         assert [note.partition(":")[0] for note in notes] == ["orchestrator.weights.host"] * told
-        assert all("every machine and user that reaches 10.0.0.5 can read the weights" in note for note in notes)
+        assert all(f"every machine and user that reaches {reached} can read the weights" in note for note in notes)

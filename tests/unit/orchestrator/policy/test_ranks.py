@@ -61,9 +61,13 @@ async def test_all_ranks_train_and_rank_0_answers(policy_folder: Path) -> None:
 
 async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> None:
     digests = {0: b"a", 1: b"b", 2: b"c"}
-    ranks = [FakeRank(7, b"m", None, {0: b"a", 2: b"c"}), FakeRank(8, b"m", None, {1: b"b"}), FakeRank()]
+    ranks = [
+        FakeRank(("a", 7), b"m", None, {0: b"a", 2: b"c"}),
+        FakeRank(("b", 8), b"m", None, {1: b"b"}),
+        FakeRank(),
+    ]
     policy = make_policy(policy_folder, *ranks, senders=2)
-    assert await policy.rendezvous("gloo") == [7, 8]
+    assert await policy.rendezvous("gloo") == [("a", 7), ("b", 8)]
     assert await policy.manifest() == b"m"
     await policy.join(1, 4)
     assert await policy.send(4) == checksum(digests)

@@ -99,7 +99,7 @@ def test_several_steps_or_a_penalty_need_old_logprobs(
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_sent_under_their_names_as_they_are_now(tmp_path: Path, tied: bool, batch: PolicyBatch) -> None:
     trainer = make_trainer(make_policy(tmp_path / "policy", kind="llama", tied=tied))
-    assert trainer.sending.rendezvous("gloo", host="127.0.0.1", bucket_bytes=1 << 20, stall_s=5) > 0
+    assert trainer.sending.rendezvous("gloo", host="127.0.0.1", bucket_bytes=1 << 20, stall_s=5)[1] > 0
     manifest = Manifest.unpack(trainer.sending.manifest(64))
     trainer.sending.join(1, 1)
     assert manifest.names == tuple(name for name, _ in language_model(tmp_path / "policy").named_parameters())

@@ -34,7 +34,6 @@ async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) ->
         "rank": 1,
         "world_size": 3,
         "membership": 1,
-        "host": "10.0.0.2",
         "stall_s": 4,
         "on_gpu": False,
     }

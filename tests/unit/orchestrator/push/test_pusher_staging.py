@@ -38,7 +38,7 @@ class OneReplica:
 
     def __init__(self, backend: str) -> None:
         self.engine = StagingEngine(backend, torch.device("cpu"), "replica")
-        self.member = WeightMember(self.engine, "a", "127.0.0.1")  # type: ignore[arg-type]
+        self.member = WeightMember(self.engine, "a")  # type: ignore[arg-type]
 
     async def update_weights(self, timeout_s: float, members: Any = (), **phase: Any) -> list[pb.WeightReport]:
         return [await self.member.carry_out(pb.WeightPhase(timeout_s=timeout_s, lease=LEASE, **phase))]

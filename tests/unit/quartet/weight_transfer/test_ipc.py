@@ -31,7 +31,7 @@ backends = pytest.mark.parametrize("backend", ["ipc", "cuda-ipc"])
 
 
 def joining(backend: str, *numbers: int) -> Joining:
-    return Joining(backend, [["", number] for number in numbers], 1, 2, 1, "127.0.0.1", 5.0)
+    return Joining(backend, [["", number] for number in numbers], 1, 2, 1, 5.0)
 
 
 def senders_of(backend: str, count: int, gpu: FakeGpu) -> list[Sender]:

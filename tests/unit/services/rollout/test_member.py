@@ -39,7 +39,6 @@ async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: Wei
         "rank": 3,
         "world_size": 5,
         "membership": 1,
-        "host": "10.0.0.2",
         "stall_s": 7,
         "on_gpu": False,
     }

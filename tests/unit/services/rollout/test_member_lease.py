@@ -40,7 +40,7 @@ async def test_a_phase_without_the_lease_is_refused(
 
 
 async def test_a_replica_that_was_never_claimed_takes_no_phase(engine: FakeEngine) -> None:
-    fresh = WeightMember(engine, "me", host="10.0.0.2")  # type: ignore[arg-type]
+    fresh = WeightMember(engine, "me")  # type: ignore[arg-type]
     report = await fresh.carry_out(pb.WeightPhase(timeout_s=5, lease=LEASE, **prepare(1)))
     # Not fenced: its run only has to claim it.
     assert (report.ok, report.fenced, engine.calls) == (False, False, [])
@@ -211,7 +211,7 @@ async def test_the_learners_memory_is_closed_with_the_lease(tmp_path: Path, monk
     sender = make_sender("cuda-ipc", manifest, host="127.0.0.1", stall_s=5, cuda=gpu.cuda)
     sender.load(weights.items(), 1)
     engine = StagingEngine("cuda-ipc", torch.device("cpu"), "me")
-    member = WeightMember(engine, "me", "127.0.0.1")  # type: ignore[arg-type]
+    member = WeightMember(engine, "me")  # type: ignore[arg-type]
     await claim(member, LEASE)
     meeting = pb.Prepare(
         membership=1,

@@ -71,7 +71,7 @@ def rollout() -> Any:
         EngineSlots(SLOTS, limits, quantum=128),
         "replica",
     )
-    made._member = WeightMember(made._engine, "replica", host="127.0.0.1")
+    made._member = WeightMember(made._engine, "replica")
     made._pulse = Pulse(made._engine.answer, lambda: False)
     return made
 

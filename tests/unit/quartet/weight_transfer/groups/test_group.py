@@ -138,7 +138,7 @@ def test_a_worker_that_comes_late_gives_up_with_the_others_and_is_free_for_the_n
     receiver = GroupReceiver(CPU)
 
     def join(left_s: float) -> None:
-        receiver.join(Joining("gloo", [[HOST, number]], 1, 2, 1, HOST, 60, time.monotonic() + left_s))
+        receiver.join(Joining("gloo", [[HOST, number]], 1, 2, 1, 60, time.monotonic() + left_s))
 
     with pytest.raises(RuntimeError, match="membership 1 was given up before this worker came to join it"):
         join(-0.1)
@@ -332,7 +332,7 @@ class Pair:
         self.manifest = Manifest.of(self.weights, bucket_bytes)
         self.sender = GroupSender(self.manifest, CARRIED, host=HOST, stall_s=60, device=DEVICE, on_gpu=on_gpu)
         self.receiver = GroupReceiver(DEVICE, lambda backend, host, device, stall_s: CARRIED)
-        joining = Joining("nccl", [[HOST, self.sender.rendezvous()]], 1, 2, 1, HOST, 60, on_gpu=on_gpu)
+        joining = Joining("nccl", [[HOST, self.sender.rendezvous()]], 1, 2, 1, 60, on_gpu=on_gpu)
         thread = threading.Thread(target=self.receiver.join, args=(joining,))
         thread.start()
         self.sender.join(1, 2)
@@ -526,7 +526,7 @@ def test_a_newcomer_gets_the_copy_while_the_sender_goes_on() -> None:
         pair.sender.load(pair.weights.items(), 1)
         for tensor in pair.weights.values():
             tensor.fill_(-1)  # the next step
-        joining = Joining("nccl", [[HOST, pair.sender.rendezvous()]], 1, 2, 2, HOST, 60, on_gpu=on_gpu)
+        joining = Joining("nccl", [[HOST, pair.sender.rendezvous()]], 1, 2, 2, 60, on_gpu=on_gpu)
         adding = threading.Thread(target=pair.sender.add_newcomers, args=(2, 2))
         adding.start()
         pair.receiver.join(joining)
@@ -611,7 +611,7 @@ def test_groups_that_hang_are_left_within_the_deadline_of_the_next(logged: list[
     process_group.stuck = stuck = StuckForever()
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="membership 1 was given up before this worker came to join it"):
-        receiver.join(Joining("gloo", [[HOST, 1]], 1, 2, 1, HOST, 60, time.monotonic() + 0.2))
+        receiver.join(Joining("gloo", [[HOST, 1]], 1, 2, 1, 60, time.monotonic() + 0.2))
     assert time.monotonic() - start < group_module.ABORT_S - 0.5
     stuck.given_up.set()
     _until(lambda: not left_behind())

@@ -54,7 +54,7 @@ class Replica:
         world, count = len(self.workers) + 1, len(self.workers)
 
         def joins(worker: int) -> None:
-            joining = Joining("nccl", senders, 1 + worker, world, self.membership, HOST, STALL_S, on_gpu=self._on_gpu)
+            joining = Joining("nccl", senders, 1 + worker, world, self.membership, STALL_S, on_gpu=self._on_gpu)
             joining.worker, joining.workers = worker, count
             self.workers[worker].join(joining)
 
@@ -144,9 +144,7 @@ def test_workers_in_different_processes_share_what_they_stage(made: list[int]) -
     manifest = Manifest.of(weights, 16)
     sender, first = GroupSender(manifest, GLOO, host=HOST, stall_s=STALL_S), GroupReceiver(CPU)
     senders: list[list[Any]] = [[HOST, sender.rendezvous()]]
-    joinings = [
-        Joining("gloo", senders, 1 + worker, 3, 1, HOST, STALL_S, worker=worker, workers=2) for worker in (0, 1)
-    ]
+    joinings = [Joining("gloo", senders, 1 + worker, 3, 1, STALL_S, worker=worker, workers=2) for worker in (0, 1)]
     mine, theirs = FORKED.Pipe()
     process = FORKED.Process(target=second_worker, args=(manifest.pack(), joinings[1], theirs), daemon=True)
     process.start()

@@ -273,7 +273,6 @@ def test_a_worker_takes_the_place_of_its_rank_and_keeps_its_receiver_from_member
         "rank": 3,
         "world_size": 9,
         "membership": 4,
-        "host": "h",
         "stall_s": 1.0,
     }
     for _ in range(2):
