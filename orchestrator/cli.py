@@ -390,7 +390,7 @@ def chat(
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A run's folder, such as runs/demo.")],
-    samples: Annotated[int, typer.Option(help="Number of prompts whose responses are shown.")] = 0,
+    samples: Annotated[int, typer.Option(help="Number of held-out responses that are shown, before and after.")] = 0,
 ) -> None:
     """Write report.html for a run and print its summary."""
     if samples < 0:

@@ -46,8 +46,10 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def folder_name(folder: str) -> str:
-    """The last part of a model folder's path. Callers learn this name; the rest of the path is the machine's own."""
-    return Path(folder).resolve().name
+    """The last part of a model folder's path; of one called `model`, as trainings call theirs, with the part above.
+    Callers learn this name; the rest of the path is the machine's own."""
+    path = Path(folder).resolve()
+    return f"{path.parent.name}/{path.name}" if path.name == "model" and path.parent.name else path.name
 
 
 def describe_model(

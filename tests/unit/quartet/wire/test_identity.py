@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from quartet.wire.identity import describe_model, model_hash, tokenizer_hash
+from quartet.wire.identity import describe_model, folder_name, model_hash, tokenizer_hash
 from tests.models import make_policy, make_tokenizer
 
 
@@ -79,3 +79,8 @@ def test_what_info_says_of_a_model(policy_folder: Path) -> None:
     assert (info.name, info.vocab_size, info.max_length, info.dtype) == (policy_folder.name, 64, 128, "float32")
     assert info.model_hash == model_hash(policy_folder)
     assert info.tokenizer_hash == tokenizer_hash(tokenizer)
+
+
+def test_models_that_trainings_write_are_told_apart() -> None:
+    folders = ("models/reward", "runs/reward/model", "runs/sft/model/", "/model")
+    assert [*map(folder_name, folders)] == ["reward", "reward/model", "sft/model", "model"]
