@@ -22,7 +22,11 @@ def sums(prompt: str, response: str) -> Scored:
     return float("7" in response)
 
 
-async def test_the_notebook_runs_from_its_first_cell_to_its_last(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_notebook_runs_from_its_first_cell_to_its_last(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examples").mkdir()
+    monkeypatch.chdir(tmp_path / "examples")  # as Jupyter does
     notebook = json.loads((EXAMPLES / "scores.ipynb").read_text())
     assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["language"]) == (4, "python")
     names: dict[str, Any] = {}
@@ -35,6 +39,7 @@ async def test_the_notebook_runs_from_its_first_cell_to_its_last(capsys: pytest.
                 made = eval(compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
                 if inspect.iscoroutine(made):
                     await made
+    assert Path.cwd() == tmp_path
     first, values, scored, by = capsys.readouterr().out.splitlines()
     assert first == f"sums function:sums {'h' * 12}"
     assert values == "[1. 0.] [1.]"
