@@ -32,6 +32,7 @@ from benchmarks.gpu.watch import Watch, busy
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {},
+    "graphs, worker apart": {"worker_process": True},
     "eager": {"enforce_eager": True},
     "graphs, 2048 tokens a step": {"max_num_batched_tokens": 2048},
     "graphs, colocate": {"colocate": True},

@@ -100,9 +100,8 @@ def _service(
     """Bytes of a replica with all its processes, but for ranks, by kind: while it runs, and while it starts."""
     process = PROCESS if gpu else PROCESS_ON_CPU
     if isinstance(section, RolloutConfig):
-        workers = section.tensor_parallel_size
         # The replica, the engine's core, and the workers unless one is part of the core.
-        own = {LIBRARIES: process * (2 + (workers if workers > 1 else 0))}
+        own = {LIBRARIES: process * (2 + (0 if section.one_process else section.tensor_parallel_size))}
         if stages_on_host(run, section):
             own[STAGED] = copy_bytes(section, shape_at)  # which its workers share
         if not gpu and section.kv_cache_mib is not None:

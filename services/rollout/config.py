@@ -42,6 +42,10 @@ class RolloutConfig(Config):
     """Share of the GPU's memory for the engine."""
     tensor_parallel_size: Count = 1
     """GPUs over which one replica's engine is divided."""
+    worker_process: bool = False
+    """Run the model in a process beside the one that schedules, as an engine with several GPUs always does. On a GPU
+    one step is then scheduled while the one before is started; in one process both take turns, which for hundreds of
+    responses takes longer than the GPU computes. Not measured. The two processes speak through /dev/shm."""
     max_num_batched_tokens: Count | None = None
     """Most tokens in one engine step, prompts and responses together. Null: the default of vLLM's `LLM` on this
     machine, such as 16384 on an H100 or H200."""
@@ -74,6 +78,11 @@ class RolloutConfig(Config):
     max_phase_s: Seconds = 600
     """Longest deadline, in seconds, that a phase of a push may have. A paused replica that gets no further phase
     rolls back after twice the deadline of its last phase."""
+
+    @property
+    def one_process(self) -> bool:
+        """True if model and scheduler are in the same process."""
+        return self.tensor_parallel_size == 1 and not self.worker_process
 
     def longest(self, limit: int) -> int:
         """Longest prompt + response, in tokens, for a model that takes `limit`."""

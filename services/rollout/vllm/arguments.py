@@ -25,7 +25,6 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     gpu = torch.cuda.is_available()
     if config.kv_cache_mib is None and not gpu:
         raise ConfigError("rollout.args.kv_cache_mib: required on a machine without a GPU, e.g. 256")
-    single = config.tensor_parallel_size == 1
     return AsyncEngineArgs(
         model=config.model,
         trust_remote_code=False,
@@ -35,7 +34,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         kv_cache_memory_bytes=config.kv_cache_mib << 20 if config.kv_cache_mib else None,
         gpu_memory_utilization=utilization(config, gpu=gpu),
         tensor_parallel_size=config.tensor_parallel_size,
-        distributed_executor_backend="uni" if single else "mp",
+        distributed_executor_backend="uni" if config.one_process else "mp",
         max_num_batched_tokens=config.max_num_batched_tokens,
         enforce_eager=eager(config, gpu=gpu),
         block_size=None if gpu else CPU_BLOCK,

@@ -103,7 +103,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # Otherwise two replicas on one machine would pin their threads to the same cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if config.tensor_parallel_size == 1 and not torch.cuda.is_available():
+        if config.one_process and not torch.cuda.is_available():
             # On a CPU the worker runs inside the engine's process, which saves a message per step.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=UsageContext.LLM_CLASS)

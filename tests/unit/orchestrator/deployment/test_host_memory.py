@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.host_memory import (
+    LIBRARIES,
     PROCESS,
     SENT,
     SHARED,
@@ -78,6 +79,12 @@ def test_each_replica_stages_all_weights_and_the_sender_has_a_copy(files: Files)
     assert needs(parts, "rollout")[STAGED] == needs(parts, "policy")[SENT] == 2 * LLAMA["8B"].parameters
     _, parts = files.load("ppo-1gpu")
     assert {STAGED, SENT, SHARED}.isdisjoint(needs(parts, "rollout") | needs(parts, "policy"))
+
+
+def test_an_engine_whose_model_has_a_process_of_its_own_has_three(files: Files) -> None:
+    for fields, processes in (("", 2), ("worker_process: true, ", 3)):
+        _, parts = files.load("ppo-1gpu", **{"max_num_batched_tokens: 8192": f"{fields}max_num_batched_tokens: 8192"})
+        assert needs(parts, "rollout")[LIBRARIES] == processes * PROCESS
 
 
 def test_offloaded_states_copies_for_checkpoints_and_the_model_as_it_is_read(files: Files) -> None:

@@ -34,6 +34,15 @@ def test_blocks_of_the_cache_are_small_on_a_cpu(policy_folder: Path) -> None:
     assert engine_args(config(policy_folder)).block_size == 32
 
 
+@pytest.mark.parametrize(
+    ("fields", "executor"), [({}, "uni"), ({"worker_process": True}, "mp"), ({"tensor_parallel_size": 2}, "mp")]
+)
+def test_workers_have_processes_of_their_own_if_there_are_several_or_it_is_asked_for(
+    policy_folder: Path, fields: dict[str, object], executor: str
+) -> None:
+    assert engine_args(config(policy_folder, **fields)).distributed_executor_backend == executor
+
+
 def test_every_transport_comes_through_one_engine(policy_folder: Path) -> None:
     for backend in ("auto", "gloo", "ipc", "nccl"):
         given = engine_args(config(policy_folder, weight_backend=backend))

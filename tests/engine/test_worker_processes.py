@@ -1,4 +1,5 @@
-"""A vLLM engine whose layers two workers share: each of them is a member of a push."""
+"""A vLLM engine with its workers in processes of their own: two that share its layers, of which each is a member of a
+push, or a single one."""
 
 from pathlib import Path
 
@@ -17,14 +18,17 @@ GREEDY = Sampling(max_new_tokens=40, temperature=0)
 
 # Three processes that import vLLM; with which ranks workers join: tests/unit/services/rollout.
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("backend", ["gloo", "ipc"])
-async def test_two_workers_serve_what_was_pushed(engine: EngineProcess, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "workers"), [("gloo", 2), ("ipc", 2), ("ipc", 1)])
+async def test_workers_serve_what_was_pushed(
+    engine: EngineProcess, tmp_path: Path, backend: str, workers: int
+) -> None:
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5)
     model = plain.language_model(folder)
-    await engine.start(folder, weight_backend=backend, tensor_parallel_size=2)
+    own = {"tensor_parallel_size": workers} if workers > 1 else {"worker_process": True}
+    await engine.start(folder, weight_backend=backend, **own)
     source = ModelSource(model, backend=backend)
     [report] = await engine.update_weights(TIMEOUT_S, discover=pb.Discover())
-    assert report.workers == 2
+    assert report.workers == workers
     pusher = make_pusher(engine, source)
     for version in (1, 2):
         perturbed(model, seed=version)
