@@ -21,6 +21,7 @@ from quartet.weight_transfer.registry import (
     Applicant,
     Registry,
     Ticket,
+    registries,
     registry_name,
 )
 from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
@@ -31,14 +32,11 @@ RETRY_S = 1.0
 LOOK_S = 0.5
 """Seconds between two looks whether a replica that joins has died."""
 START_S = 60
-"""Seconds within which a registry has to start; each start that takes longer doubles them for the next, so that a
-busy machine is not kept busy with starts that are given up."""
+"""Seconds within which a registry has to start."""
 ANSWER_S = 10
-"""Seconds within which a registry that has started has to answer."""
-WAIT_S = 10.0
+"""Seconds within which a registry has to answer."""
+WAIT_S = 2.0
 """Seconds after which the registry says that none has applied."""
-GONE_S = 30
-"""Seconds that Ray may take to end the registry of an earlier run of this application."""
 _TRANSIENT_ERRORS = (ServiceError, RanksLost, RayError, OSError)
 """Errors that may be gone when the newcomers apply again; the loop replaces a lost learner."""
 
@@ -54,24 +52,109 @@ async def once(ask: Callable[[float], Awaitable[Any]]) -> Any:
     return await ask(START_S)
 
 
+class Desk:
+    """Desk where newcomers wait for a run: a registry, and the next one when that does not answer.
+
+    Newcomers apply to the registry with the highest number. A run opens the number after its own and ends what is
+    below, so one that was taken over, and does not know it yet, ends no registry of the other's.
+    """
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+        self._number = 0
+        self._registry: Any = None
+        self._answers = False
+
+    async def open(self) -> None:
+        """Opens the next registry, and ends those before it, also of an earlier run.
+
+        Raises:
+            Unavailable: it did not start within START_S, or another run has opened it.
+        """
+        registry: Any = None
+        try:
+            number = 1 + (self._number or max(registries(self._application), default=0))
+            name = registry_name(self._application, number)
+            # Newcomers wait in it without a deadline. One that dies keeps its name, as Ray starts it again: without
+            # any, a newcomer would begin with weights of its own.
+            registry = (
+                ray.remote(Registry)
+                .options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=10_000, max_restarts=-1)
+                .remote()
+            )
+            async with asyncio.timeout(START_S):
+                await registry.__ray_ready__.remote()
+        except (TimeoutError, RayError, ValueError) as error:
+            if registry is not None:
+                ray.kill(registry)
+            why = _why(error, START_S)
+            raise Unavailable(
+                f"Ray did not start the registry of rollout replicas {why}; is the machine overloaded?"
+            ) from None
+        self._end(number)
+        self._number, self._registry, self._answers = number, registry, True
+
+    def close(self) -> None:
+        """Ends the registry."""
+        self._end(self._number + 1)
+
+    async def applicants(self) -> dict[str, Applicant]:
+        """The replicas that wait in the registry; empty if none came within WAIT_S.
+
+        Raises:
+            Unavailable: it does not answer, so that the next call opens another; or that did not start.
+        """
+        if not self._answers:
+            await self.open()
+        waiting: dict[str, Applicant] = await self._call("applicants", WAIT_S + ANSWER_S, WAIT_S)
+        return waiting
+
+    async def answer(self, answers: dict[str, Answer]) -> None:
+        """Gives these applicants their answers. Raises Unavailable if the registry does not take them."""
+        await self._call("answer", ANSWER_S, answers)
+
+    async def _call(self, method: str, timeout_s: float, argument: Any) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await getattr(self._registry, method).remote(argument)
+        except (TimeoutError, RayError) as error:
+            self._answers = False
+            raise Unavailable(
+                f"their registry did not answer {_why(error, timeout_s)}; another takes its place"
+            ) from None
+
+    def _end(self, below: int) -> None:
+        for number in registries(self._application):
+            if number < below:
+                with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
+                    ray.kill(ray.get_actor(registry_name(self._application, number), namespace=NAMESPACE))
+
+
+def _why(error: Exception, within_s: float) -> str:
+    """Ends a sentence about what did not happen. Ray adds lines with names of its own to its errors."""
+    reason = str(error).partition("\n")[0]
+    return f"within {within_s:g} s" if isinstance(error, TimeoutError) else f"({reason})"
+
+
 @asynccontextmanager
-async def registered(application: str, again: Again = once) -> AsyncIterator[Any]:
-    """Context with a registry in which newcomers to the rollout application wait. This run holds the application; an
-    earlier run's registry is therefore removed. `again` repeats a start that fails.
+async def registered(application: str, again: Again = once) -> AsyncIterator[Desk]:
+    """Context with a desk for newcomers to the rollout application, which this run holds. `again` repeats a start of
+    its registry that fails.
 
     Raises:
-        ServiceError: an earlier registry still exists after GONE_S, or this one did not start within START_S.
+        Unavailable: the registry did not start within START_S.
     """
-    registry = await again(lambda _: _open_registry(application))
+    desk = Desk(application)
+    await again(lambda _: desk.open())
     try:
-        yield registry
+        yield desk
     finally:
-        ray.kill(registry)
+        desk.close()
 
 
 @asynccontextmanager
 async def adding_newcomers(
-    pusher: WeightPusher, registry: Any, lease: common_pb2.Lease, ttl_s: float
+    pusher: WeightPusher, desk: Desk, lease: common_pb2.Lease, ttl_s: float
 ) -> AsyncIterator[None]:
     """Context in which newcomers to the rollout application get the last pushed version.
 
@@ -79,54 +162,19 @@ async def adding_newcomers(
 
     Args:
         pusher: brings them the weights.
-        registry: where they apply.
+        desk: where they apply.
         lease: the run's lease of the application, under which they take the weights.
         ttl_s: seconds for which they count the run as alive.
     """
     answer = partial(Answer, lease.SerializeToString(), ttl_s)
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(_serve(pusher, registry, answer))
+        serving = group.create_task(_serve(pusher, desk, answer))
         yield
         serving.cancel()
 
 
-async def _open_registry(application: str) -> Any:
-    options: dict[str, Any] = {"name": registry_name(application), "namespace": NAMESPACE, "num_cpus": 0}
-    # Replicas wait in it without a deadline.
-    # Ray replaces a registry that dies, and the replicas that waited in it apply again.
-    options |= {"max_concurrency": 10_000, "max_restarts": -1}
-    clock = asyncio.get_running_loop().time
-    end = clock() + GONE_S
-    while True:
-        registry: Any = None
-        try:
-            registry = ray.remote(Registry).options(**options).remote()
-            async with asyncio.timeout(START_S):
-                await registry.__ray_ready__.remote()
-            return registry
-        except NAME_ERRORS:
-            if clock() >= end:
-                raise Unavailable(
-                    f"Ray has not ended the registry of an earlier run that trained the application {application!r} "
-                    f"after {GONE_S:g} s; try again, or restart the cluster"
-                ) from None
-            with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
-                ray.kill(ray.get_actor(registry_name(application), namespace=NAMESPACE))
-            await asyncio.sleep(RETRY_S)
-        except (TimeoutError, RayError) as error:
-            if registry is not None:
-                ray.kill(registry)
-            reason = str(error).partition("\n")[0]
-            why = f"within {START_S} s" if isinstance(error, TimeoutError) else f"({reason})"
-            raise Unavailable(
-                f"Ray did not start the registry of rollout replicas {why}; is the machine overloaded?"
-            ) from None
-
-
-async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket | None], Answer]) -> None:
+async def _serve(pusher: WeightPusher, desk: Desk, answer: Callable[[Ticket | None], Answer]) -> None:
     """Answers applications, each after the push in progress, until cancelled."""
-
-    desk = _Desk(registry)
 
     async def deliver(tickets: dict[str, Ticket | None]) -> None:
         await desk.answer({name: answer(ticket) for name, ticket in tickets.items()})
@@ -166,63 +214,3 @@ async def _has_died(actor: Any) -> bool:
     except (TimeoutError, RayError):
         pass  # it is busy, stands still, or Ray does not know
     return False
-
-
-class _Desk:
-    """The registry as its run calls it. One that stands still is ended; Ray starts another, to which replicas apply
-    again, and which is called only once it has started."""
-
-    def __init__(self, registry: Any) -> None:
-        self._registry = registry
-        self._started = True
-        self._start_s: float = START_S
-
-    async def applicants(self) -> dict[str, Applicant]:
-        """The replicas that wait in the registry; empty if none came within WAIT_S.
-
-        Raises:
-            Unavailable: the registry stood still, or its successor did not start in time.
-            RayError: it has ended.
-        """
-        waiting: dict[str, Applicant] = await self._call("applicants", WAIT_S + ANSWER_S, WAIT_S)
-        return waiting
-
-    async def answer(self, answers: dict[str, Answer]) -> None:
-        """Gives these applicants their answers. Raises like `applicants`."""
-        await self._call("answer", ANSWER_S, answers)
-
-    async def _call(self, method: str, timeout_s: float, argument: Any) -> Any:
-        if not self._started:
-            await self._start()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await getattr(self._registry, method).remote(argument)
-        except TimeoutError:
-            self._end()
-            raise Unavailable("the registry of rollout replicas stands still; Ray starts another") from None
-        except RayError:
-            self._started = False
-            raise
-
-    async def _start(self) -> None:
-        """Returns when the successor answers its first call, which comes after its constructor."""
-        try:
-            async with asyncio.timeout(self._start_s):
-                while not self._started:
-                    try:
-                        await self._registry.__ray_ready__.remote()
-                        self._started = True
-                    except RayError:  # calls fail while the one before ends
-                        await asyncio.sleep(RETRY_S)
-        except TimeoutError:
-            waited_s, self._start_s = self._start_s, 2 * self._start_s
-            self._end()
-            raise Unavailable(
-                f"the registry of rollout replicas did not start within {waited_s:g} s; if a signal has stopped its "
-                "process, ray::Registry, end that"
-            ) from None
-        self._start_s = START_S
-
-    def _end(self) -> None:
-        self._started = False
-        ray.kill(self._registry, no_restart=False)

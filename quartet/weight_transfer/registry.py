@@ -1,27 +1,38 @@
 """The registry where new rollout replicas ask for the weights of the current training run.
 
-A small named Ray actor, owned by the orchestrator; it lives as long as the run. Serve does not route calls to a
-replica that is not RUNNING yet, so the replica applies here, and the learner sends it the weights that were pushed
-last.
+A small named Ray actor, owned by the orchestrator. It lives as long as the run, or until it does not answer and
+another takes its place. Serve does not route calls to a replica that is not RUNNING yet, so the replica applies here,
+and the learner sends it the weights that were pushed last.
 """
 
 import asyncio
 import contextlib
+import re
 from dataclasses import dataclass
 from typing import Any
+
+from ray.util import list_named_actors
 
 from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.probe import Probe
 
 NAMESPACE = "quartet"
 NAME_ERRORS = (ValueError, AssertionError)
-"""Errors of Ray about a registry's name: it exists already; it does not exist; or (AssertionError) the run that
-opened it has ended, so that Ray has forgotten its class, and will end the registry in a moment."""
+"""Errors of Ray about an actor's name: it exists already; it does not exist; or (AssertionError) the run that opened
+it has ended, so that Ray has forgotten its class, and will end the actor in a moment."""
 
 
-def registry_name(application: str) -> str:
-    """Name of the registry of the run that trains this rollout application."""
-    return f"weights of {application}"
+def registry_name(application: str, number: int) -> str:
+    """Name of a registry of the run that trains this rollout application."""
+    return f"weights of {application} {number}"
+
+
+def registries(application: str) -> list[int]:
+    """Numbers of the application's registries, also of those that start or stand still. New replicas apply to the one
+    with the highest; where there is none, no run trains the application."""
+    pattern = re.compile(rf"weights of {re.escape(application)} (\d+)")
+    named = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    return sorted(int(found[1]) for name in named if (found := pattern.fullmatch(name)))
 
 
 @dataclass(frozen=True, slots=True)

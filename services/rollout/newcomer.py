@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from typing import Any
 
 import ray
 
@@ -14,6 +13,7 @@ from quartet.weight_transfer.registry import (
     Answer,
     Applicant,
     Ticket,
+    registries,
     registry_name,
 )
 from quartet.wire.codec import pack_sequences, split, unpack_floats
@@ -36,16 +36,18 @@ async def catch_up(member: WeightMember, engine: Engine, replica: str, applicati
     reason = "no answer"
     try:
         async with asyncio.timeout(timeout_s):
-            while (registry := await asyncio.to_thread(_find, application)) is not None:
+            while numbers := await asyncio.to_thread(registries, application):
                 try:
+                    name = registry_name(application, numbers[-1])
+                    registry = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
                     async with asyncio.timeout(APPLY_S):
                         applicant = Applicant(engine.workers, engine.place, ray.get_runtime_context().current_actor)
                         answer = await registry.apply.remote(replica, applicant)
                         lease = await _claim(member, answer)
                 except TimeoutError:
                     continue
-                except ray.exceptions.RayActorError:
-                    await asyncio.sleep(0.5)  # the run has ended or is about to
+                except (ray.exceptions.RayActorError, *NAME_ERRORS):
+                    await asyncio.sleep(0.5)  # the run has ended or is about to, or has opened another
                     continue
                 if answer.ticket is None:
                     return
@@ -58,13 +60,6 @@ async def catch_up(member: WeightMember, engine: Engine, replica: str, applicati
         raise Unavailable(
             f"{replica} got no weights from the run that trains {application} in {timeout_s:g} s: {reason}"
         ) from None
-
-
-def _find(application: str) -> Any:
-    try:
-        return ray.get_actor(registry_name(application), namespace=NAMESPACE)
-    except NAME_ERRORS:
-        return None
 
 
 async def _claim(member: WeightMember, answer: Answer) -> common_pb2.Lease:

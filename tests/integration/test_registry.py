@@ -1,18 +1,23 @@
-"""The registry of a run that has just ended stands in the next one's way for a moment only."""
+"""Registries as real actors: those of a run that has just ended, and those that a signal stops."""
 
 import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 from ray.experimental.internal_kv import _internal_kv_del
 
+from orchestrator.push import newcomers
 from orchestrator.push.newcomers import registered
 from quartet.weight_transfer.place import Place
-from quartet.weight_transfer.registry import NAME_ERRORS, NAMESPACE, Answer, Applicant, registry_name
+from quartet.weight_transfer.registry import NAMESPACE, Answer, Applicant, registries, registry_name
+from quartet.wire.errors import Unavailable
 from tests.cluster import Quartet, eventually
 from tests.forked import FORKED
 
@@ -44,31 +49,61 @@ def earlier(quartet: Quartet, on_ray: None) -> Iterator[tuple[Any, str]]:
     process.kill()
 
 
-@pytest.mark.exhaustive  # half a minute of waiting for Ray; the wait itself: tests/unit/orchestrator/push
-async def test_a_run_that_ended_with_its_registry_still_there_is_waited_for(
-    earlier: tuple[Any, str],
-) -> None:
+async def test_a_run_that_ended_with_its_registry_still_there_is_in_no_others_way(earlier: tuple[Any, str]) -> None:
     process, job = earlier
     # Ray forgets a job's classes before it ends the job's actors; the moment between is made longer here.
     assert _internal_kv_del(f"ActorClass:{job}:", del_by_prefix=True, namespace=b"fun") == 1
+    [number] = registries(APPLICATION)
     with pytest.raises(AssertionError):
-        ray.get_actor(registry_name(APPLICATION), namespace=NAMESPACE)
-    opening = registered(APPLICATION)
-    entering = asyncio.create_task(opening.__aenter__())
-    assert not (await asyncio.wait({entering}, timeout=2))[0]
-    process.kill()
-    registry = await entering
-    applied = registry.apply.remote("new", Applicant(1, Place("m")))
-    assert await registry.applicants.remote(60) == {"new": Applicant(1, Place("m"))}
-    await registry.answer.remote({"new": Answer(b"lease", 60, None)})
-    assert await applied == Answer(b"lease", 60, None)
-    await opening.__aexit__(None, None, None)
+        actor_of(number)
+    async with registered(APPLICATION) as desk:
+        assert registries(APPLICATION) == [number, number + 1]
+        applied = actor_of(number + 1).apply.remote("new", Applicant(1, Place("m")))
+        while not (waiting := await desk.applicants()):
+            pass  # the application is on its way
+        assert waiting == {"new": Applicant(1, Place("m"))}
+        await desk.answer({"new": Answer(b"lease", 60, None)})
+        assert await applied == Answer(b"lease", 60, None)
+        process.kill()
+        await left([number + 1])
+    await left([])
+
+
+async def test_a_registry_that_a_signal_stops_is_left_for_the_next_and_ends_when_it_wakes(
+    on_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run cannot end its process on a cluster of one's own."""
+    async with registered(APPLICATION) as desk:
+        [number] = registries(APPLICATION)
+        actor = actor_of(number)
+        frozen = psutil.Process(await actor.__ray_call__.remote(lambda _: os.getpid()))
+        assert await desk.applicants() == {}
+        frozen.suspend()
+        applied = actor.apply.remote("new", Applicant(1, Place("m")))
+        monkeypatch.setattr(newcomers, "ANSWER_S", 1)
+        with pytest.raises(Unavailable):
+            await desk.applicants()
+        monkeypatch.undo()
+        assert await desk.applicants() == {}
+        assert registries(APPLICATION) == [number + 1]
+        with pytest.raises(ActorDiedError):
+            await applied
+        with suppress(psutil.NoSuchProcess):  # Ray may have ended it already
+            frozen.resume()
+        await asyncio.to_thread(frozen.wait, 30)
+        assert await desk.applicants() == {}
+    await left([])
+
+
+def actor_of(number: int) -> Any:
+    """The registry of this number."""
+    return ray.get_actor(registry_name(APPLICATION, number), namespace=NAMESPACE)
+
+
+async def left(numbers: list[int]) -> None:
+    """Waits until these registries are left: Ray does not wait for an actor that it kills."""
 
     async def gone() -> bool:
-        try:
-            ray.get_actor(registry_name(APPLICATION), namespace=NAMESPACE)
-        except NAME_ERRORS:
-            return True
-        return False
+        return registries(APPLICATION) == numbers
 
-    await eventually(gone, 10)  # Ray does not wait for an actor that it kills
+    await eventually(gone, 30)

@@ -115,9 +115,9 @@ async def _pushing(quartet: Quartet) -> AsyncIterator[tuple[WeightPusher, Any]]:
         rollout, model = quartet.services.rollout, plain.language_model(quartet.policy)
         await hold(rollout)
         async with (
-            registered("rollout") as registry,
+            registered("rollout") as desk,
             make_pusher(rollout, ModelSource(model), attempts=5) as pusher,
-            adding_newcomers(pusher, registry, rollout.lease, _LEASE_S),
+            adding_newcomers(pusher, desk, rollout.lease, _LEASE_S),
         ):
             yield pusher, model
     finally:

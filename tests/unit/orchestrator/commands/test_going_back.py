@@ -52,8 +52,8 @@ def losing(folder: Path, policy: Path, errors: list[Exception], **checkpoint: An
 
 
 async def finish(run: Losing) -> None:
-    hold: Any = None
-    await run._finish(hold, None, overwrite=False, resume=False)
+    nothing: Any = None
+    await run._finish(nothing, nothing, overwrite=False, resume=False)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The task that lets newcomers in: what may mend itself is retried, anything else ends the run and is not silent."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,31 +10,31 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RaySystemError
 
 from orchestrator.push import newcomers
-from orchestrator.push.newcomers import adding_newcomers, first_death, registered
-from protos import common_pb2
+from orchestrator.push.newcomers import Desk, adding_newcomers, first_death, registered
+from protos import common_pb2, rollout_pb2
 from quartet.ranks.group import RanksLost
+from quartet.weight_transfer import registry
 from quartet.weight_transfer.place import Place
-from quartet.weight_transfer.registry import Answer, Applicant
+from quartet.weight_transfer.registry import NAMESPACE, Answer, Applicant, Registry
 from quartet.wire.errors import Internal, LeaseLost, Unavailable, leaves
+from services.rollout.newcomer import catch_up
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
 LEASE = common_pb2.Lease(run_id="ours", number=4)
 
 
-class FakeRegistry:
-    """An actor of which one replica always asks for weights."""
+class FakeDesk:
+    """A desk at which one replica always asks for weights."""
 
     def __init__(self) -> None:
         self.asked = 0
-        self.applicants = self
         self.answers: list[dict[str, Answer]] = []
-        self.answer = SimpleNamespace(remote=self.told)
 
-    async def told(self, answers: dict[str, Answer]) -> None:
+    async def answer(self, answers: dict[str, Answer]) -> None:
         self.answers.append(answers)
 
-    async def remote(self, wait_s: float) -> dict[str, int]:
+    async def applicants(self) -> dict[str, int]:
         self.asked += 1
         await asyncio.sleep(0.001)
         return {"new": 1}
@@ -64,7 +65,7 @@ async def test_what_may_mend_itself_is_tried_again_and_said_in_one_line(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pusher = FakePusher(error, error)
-    async with adding_newcomers(pusher, FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
+    async with adding_newcomers(pusher, FakeDesk(), LEASE, 30):  # type: ignore[arg-type]
         async with asyncio.timeout(5):
             await pusher.asked.wait()
     # Members of earlier tests in the same loop may still say that their pushes lapse.
@@ -74,7 +75,7 @@ async def test_what_may_mend_itself_is_tried_again_and_said_in_one_line(
     assert len(said) == 2
 
 
-class FakeActor:
+class FakeReplica:
     """A replica's actor, whose looks end so, one after another and then as the last."""
 
     def __init__(self, *looks: Exception | None) -> None:
@@ -93,10 +94,10 @@ class FakeActor:
 async def test_only_a_replica_that_ray_calls_dead_has_died() -> None:
     """One that stands still or that Ray does not reach may come yet, and one whose start takes long does."""
     frozen, unreached = (
-        FakeActor(TimeoutError()),
-        FakeActor(ActorUnavailableError("lost", None), RaySystemError("gone")),
+        FakeReplica(TimeoutError()),
+        FakeReplica(ActorUnavailableError("lost", None), RaySystemError("gone")),
     )
-    dying = FakeActor(None, None, ActorDiedError())
+    dying = FakeReplica(None, None, ActorDiedError())
     applicants = {
         name: Applicant(1, Place("m"), actor) for name, actor in [("a", frozen), ("b", unreached), ("c", dying)]
     }
@@ -110,7 +111,7 @@ async def test_only_a_replica_that_ray_calls_dead_has_died() -> None:
 @pytest.mark.parametrize("error", [KeyError("bucket"), TypeError("no"), LeaseLost("lease: another run holds them")])
 async def test_anything_else_ends_the_run_with_that_error(error: Exception) -> None:
     async def run() -> None:
-        async with adding_newcomers(FakePusher(error), FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
+        async with adding_newcomers(FakePusher(error), FakeDesk(), LEASE, 30):  # type: ignore[arg-type]
             await asyncio.sleep(60)
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -119,133 +120,203 @@ async def test_anything_else_ends_the_run_with_that_error(error: Exception) -> N
     assert leaves(caught.value) == [error]
 
 
-async def test_a_registry_that_ray_does_not_even_begin_to_start_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing:
-        def options(self, **_: Any) -> Any:
-            return self
+class FakeActor:
+    """A registry of FakeRay's, whose calls wait until it has started."""
 
-        def remote(self) -> Any:
-            raise RaySystemError("the GCS is gone\nand more")
+    def __init__(self, start_s: float) -> None:
+        self.registry, self.start_s = Registry(), start_s
+        self.frozen = self.dies = False
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(ray, "remote", lambda _: Refusing())
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=partial(self._call, method))
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        call = asyncio.ensure_future(self._carry_out(method, *arguments))
+        await asyncio.wait({call, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.cancel():
+            return call.result()
+        raise ActorDiedError
+
+    async def _carry_out(self, method: str, *arguments: Any) -> Any:
+        if self.dies:
+            raise ActorUnavailableError("killed, and being started again", None)
+        await asyncio.sleep(self.start_s)
+        self.start_s = 0
+        if self.frozen:
+            await asyncio.Event().wait()
+        return None if method == "__ray_ready__" else await getattr(self.registry, method)(*arguments)
+
+
+class FakeRay:
+    """Ray, as far as a desk and newcomers use it."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, FakeActor] = {}
+        self.starts_s: list[float] = []
+        """Seconds that each actor takes to start, the next one first; none if it is empty."""
+        self.forgotten: set[str] = set()
+        """Names of actors whose run has ended, in the moment before they end."""
+
+    def remote(self, _: type[Registry]) -> "FakeRay":
+        return self
+
+    def options(self, name: str, namespace: str, max_restarts: int, **_: Any) -> Any:
+        assert (namespace, max_restarts) == (NAMESPACE, -1)
+
+        def start() -> FakeActor:
+            if name in self.actors:
+                raise ValueError(f"{name} is taken")
+            self.actors[name] = FakeActor(self.starts_s.pop(0) if self.starts_s else 0)
+            return self.actors[name]
+
+        return SimpleNamespace(remote=start)
+
+    def get_actor(self, name: str, namespace: str) -> FakeActor:
+        assert name not in self.forgotten
+        if name not in self.actors:
+            raise ValueError("no such actor")
+        return self.actors[name]
+
+    def kill(self, killed: FakeActor) -> None:
+        self.actors = {name: actor for name, actor in self.actors.items() if actor is not killed}
+        if not killed.gone.done():
+            killed.gone.set_result(None)
+
+    def list_named_actors(self, *, all_namespaces: bool) -> list[dict[str, str]]:
+        assert all_namespaces
+        return [{"name": name, "namespace": NAMESPACE} for name in self.actors]
+
+    def actor(self, number: int) -> FakeActor:
+        """The registry of this number."""
+        return self.actors[f"weights of rollout {number}"]
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    for name in ("remote", "get_actor", "kill"):
+        monkeypatch.setattr(ray, name, getattr(fake, name))
+    monkeypatch.setattr(registry, "list_named_actors", fake.list_named_actors)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
+
+    async def at_once(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)  # virtual time would jump on while a thread works
+    return fake
+
+
+class FakeMember:
+    """A new replica's member, which carries everything out."""
+
+    async def carry_out(self, phase: rollout_pb2.WeightPhase) -> rollout_pb2.WeightReport:
+        self.lease = phase.lease
+        return rollout_pb2.WeightReport(ok=True)
+
+
+async def joined() -> None:
+    """Returns when a new replica has joined the run, and fails if it found none."""
+    member = FakeMember()
+    await catch_up(member, SimpleNamespace(workers=1, place=Place("m")), "new", "rollout", 600)  # type: ignore
+    assert member.lease == LEASE
+
+
+async def test_a_registry_that_ray_does_not_even_begin_to_start_is_a_loss(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> Any:
+        raise RaySystemError("the GCS is gone\nand more")
+
+    monkeypatch.setattr(ray, "remote", refuse)
     with pytest.raises(Unavailable, match=r"did not start the registry .*\(.*the GCS is gone\);"):
         async with registered("rollout"):
             pytest.fail("opened")
 
 
-class Taken:
-    """Ray, in which an earlier run's registry has the name for two more tries."""
-
-    def __init__(self) -> None:
-        self.tries = 0
-        self.killed: list[Any] = []
-        self.__ray_ready__ = SimpleNamespace(remote=self._started)
-
-    async def _started(self) -> None: ...
-
-    def options(self, **_: Any) -> "Taken":
-        return self
-
-    def remote(self) -> "Taken":
-        self.tries += 1
-        if self.tries < 3:
-            raise (ValueError, AssertionError)[self.tries % 2]("the name is taken")
-        return self
-
-    def get_actor(self, name: str, namespace: str) -> str:
-        if self.tries == 2:
-            raise ValueError("it has ended meanwhile")
-        return name
-
-
-async def test_a_registry_of_an_earlier_run_is_ended_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    earlier = Taken()
-    monkeypatch.setattr(ray, "remote", lambda _: earlier)
-    monkeypatch.setattr(ray, "get_actor", earlier.get_actor)
-    monkeypatch.setattr(ray, "kill", earlier.killed.append)
-    async with registered("rollout") as registry:
-        assert (registry, earlier.tries) == (earlier, 3)
-    assert earlier.killed == ["weights of rollout", registry]
-    earlier.tries = -1000
-    monkeypatch.setattr(newcomers, "GONE_S", 0.05)
-    with pytest.raises(Unavailable, match="has not ended the registry of an earlier run"):
-        async with registered("rollout"):
-            pytest.fail("opened")
-
-
-class SlowRegistry:
-    """An actor that stands still, and whose successor takes `start_s` to start: its calls wait meanwhile, as Ray's
-    do."""
-
-    def __init__(self, start_s: float, *, dead: bool = False) -> None:
-        self._start_s, self._dead = start_s, dead
-        self._up: asyncio.Event | None = None
-        self.kills: list[float] = []
-        self.applied = asyncio.Event()
-        self.applicants = SimpleNamespace(remote=self._applicants)
-        self.answer = SimpleNamespace(remote=self._answer)
-        self.__ray_ready__ = SimpleNamespace(remote=self._reached)
-
-    def kill(self, registry: Any, *, no_restart: bool) -> None:
-        assert (registry, no_restart) == (self, False)
-        self.kills.append(asyncio.get_running_loop().time())
-        self._begin()
-
-    def _begin(self) -> None:
-        self._up = asyncio.Event()
-        asyncio.get_running_loop().call_later(self._start_s, self._up.set)
-
-    async def _reached(self) -> None:
-        if self._dead:
-            self._dead = False
-            self._begin()
-            raise RayActorError
-        await (asyncio.Event() if self._up is None else self._up).wait()
-        await asyncio.sleep(0.001)
-
-    async def _applicants(self, wait_s: float) -> dict[str, int]:
-        await self._reached()
-        return {"new": 1}
-
-    async def _answer(self, answers: dict[str, Answer]) -> None:
-        await self._reached()
-        self.applied.set()
-
-
-@pytest.mark.parametrize(("start_s", "kills"), [(50, 1), (100, 2), (200, 3)])
+@pytest.mark.parametrize("applies", ["before", "after"])
 @in_virtual_time
-async def test_a_registry_that_stands_still_is_ended_and_its_successor_has_the_time_to_start(
-    monkeypatch: pytest.MonkeyPatch, start_s: float, kills: int
+async def test_a_registry_that_stands_still_is_left_for_the_next_one(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, applies: str
 ) -> None:
-    """The first kill after 20 s. If its start takes longer than 60 s, the next has 120 s, and the next 240 s."""
-    registry = SlowRegistry(start_s)
-    monkeypatch.setattr(ray, "kill", registry.kill)
-    async with asyncio.timeout(600), adding_newcomers(FakePusher(), registry, LEASE, 30):  # type: ignore[arg-type]
-        await registry.applied.wait()
-    assert [round(at) for at in registry.kills] == [20, 80, 200][:kills]
+    """Newcomers always find one, or they would begin with weights of their own."""
+    fake_ray.starts_s = [1, 50]
+    async with asyncio.timeout(100), registered("rollout") as desk:
+        frozen = fake_ray.actor(1)
+        frozen.frozen = True
+        async with asyncio.TaskGroup() as group, adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore
+            if applies == "after":
+                await asyncio.sleep(20)
+                assert fake_ray.actors.keys() == {"weights of rollout 1", "weights of rollout 2"}
+            await group.create_task(joined())
+        assert frozen.gone.done()
+        assert fake_ray.actors.keys() == {"weights of rollout 2"}
+    assert not fake_ray.actors
 
 
 @in_virtual_time
-async def test_the_successor_of_a_registry_that_died_by_itself_has_that_time_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    registry = SlowRegistry(50, dead=True)
-    monkeypatch.setattr(ray, "kill", registry.kill)
-    async with asyncio.timeout(600), adding_newcomers(FakePusher(), registry, LEASE, 30):  # type: ignore[arg-type]
-        await registry.applied.wait()
-    assert registry.kills == []
+async def test_a_registry_that_does_not_start_in_its_turn_is_given_up_and_started_again(fake_ray: FakeRay) -> None:
+    fake_ray.starts_s = [0, 1000, 1000, 1]
+    async with asyncio.timeout(300), registered("rollout") as desk:
+        fake_ray.actor(1).frozen = True
+        async with adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore[arg-type]
+            await joined()
+        assert fake_ray.actors.keys() == {"weights of rollout 2"}
 
 
-class QuietRegistry(FakeRegistry):
-    """A registry to which one replica applies, and then none."""
+@in_virtual_time
+async def test_a_registry_that_was_killed_is_left_for_the_next_one_at_once(fake_ray: FakeRay) -> None:
+    async with asyncio.timeout(4), registered("rollout") as desk:
+        fake_ray.actor(1).dies = True
+        async with adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore[arg-type]
+            await joined()
+
+
+@in_virtual_time
+async def test_registries_of_earlier_runs_are_ended_or_left_to_ray(fake_ray: FakeRay) -> None:
+    for number in (9, 10):
+        fake_ray.actors[f"weights of rollout {number}"] = FakeActor(0)
+    for other in ("weights of rollout", "weights of rollout 2 11", "weights of my rollout 12", "sessions of rollout"):
+        fake_ray.actors[other] = FakeActor(0)
+    fake_ray.forgotten.add("weights of rollout 10")
+    async with registered("rollout"):
+        assert registry.registries("rollout") == [10, 11]
+    assert len(fake_ray.actors) == 5
+
+
+@in_virtual_time
+async def test_a_run_that_was_taken_over_ends_no_registry_of_the_others(fake_ray: FakeRay) -> None:
+    ours, theirs = Desk("rollout"), Desk("rollout")
+    await ours.open()
+    await theirs.open()
+    with pytest.raises(Unavailable):
+        await ours.applicants()
+    with pytest.raises(Unavailable, match="weights of rollout 2 is taken"):
+        await ours.applicants()
+    assert await theirs.applicants() == {}
+    fake_ray.actor(2).frozen = True
+    with pytest.raises(Unavailable):
+        await theirs.applicants()
+    assert await theirs.applicants() == {}
+    assert await ours.applicants() == {}  # number 2, which is free again, and to which no replica applies
+    assert registry.registries("rollout") == [2, 3]
+    assert await theirs.applicants() == {}
+    ours.close()
+    assert registry.registries("rollout") == [3]
+    theirs.close()
+    assert not fake_ray.actors
+
+
+class QuietDesk(FakeDesk):
+    """A desk to which one replica comes, and then none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = False
 
-    async def remote(self, wait_s: float) -> dict[str, int]:
+    async def applicants(self) -> dict[str, int]:
         if self.asked == 0:
-            return await super().remote(wait_s)
+            return await super().applicants()
         self.asked += 1
         try:
             await asyncio.Event().wait()
@@ -255,21 +326,21 @@ class QuietRegistry(FakeRegistry):
 
 
 async def test_a_run_that_ends_is_not_held_up() -> None:
-    registry = QuietRegistry()
-    adding = adding_newcomers(FakePusher(), registry, LEASE, 30)  # type: ignore[arg-type]
+    desk = QuietDesk()
+    adding = adding_newcomers(FakePusher(), desk, LEASE, 30)  # type: ignore[arg-type]
     async with asyncio.timeout(5), adding:
-        await until(lambda: registry.asked == 2)
-        assert not registry.left
-    assert registry.left
+        await until(lambda: desk.asked == 2)
+        assert not desk.left
+    assert desk.left
     await settled()
-    assert registry.asked == 2
+    assert desk.asked == 2
 
 
 async def test_a_newcomer_gets_the_lease_that_the_run_holds_now_with_its_ticket() -> None:
     """After a return to a checkpoint that is another one than when it applied: the timeline of what it will hold."""
-    registry = FakeRegistry()
+    desk = FakeDesk()
     for number in (4, 5):
         pusher, lease = FakePusher(), common_pb2.Lease(run_id="ours", number=number)
-        async with asyncio.timeout(5), adding_newcomers(pusher, registry, lease, 30):  # type: ignore[arg-type]
+        async with asyncio.timeout(5), adding_newcomers(pusher, desk, lease, 30):  # type: ignore[arg-type]
             await pusher.asked.wait()
-        assert registry.answers[-1] == {"new": Answer(lease.SerializeToString(), 30, None)}
+        assert desk.answers[-1] == {"new": Answer(lease.SerializeToString(), 30, None)}
