@@ -222,4 +222,7 @@ def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, con
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
         if model.max_length < needed:
-            raise ConfigError(f"{name}: takes {model.max_length} tokens, but {sum_of}")
+            raise ConfigError(
+                f"{name}: as it is deployed it takes {model.max_length} tokens, but {sum_of}; deploy this file, or "
+                "lower one of them"
+            )

@@ -78,7 +78,7 @@ def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_fol
         check_compatible(make_infos(**{name: {"vocab_size": 63}}), make_tokenizer(), config)
     check_compatible(make_infos(**{name: {"vocab_size": 96}}), make_tokenizer(), config)
     expected = (
-        f"{name}: takes 47 tokens, but orchestrator.data.max_prompt_length + "
+        f"{name}: as it is deployed it takes 47 tokens, but orchestrator.data.max_prompt_length + "
         "orchestrator.sampling.max_new_tokens is 48"
     )
     with pytest.raises(ConfigError, match=re.escape(expected)):
