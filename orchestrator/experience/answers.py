@@ -76,12 +76,12 @@ class Answers:
             f"environment {self._environment.name}: sample {turn.sample}, prompt row {turn.row}, turn {turn.number}"
         )
         answer = await self._answer(turn, where)
-        if isinstance(answer, Results):
-            calls, wrong = conversation.calls + len(turn.calls), conversation.wrong_calls + answer.wrong
-            conversation, answer = replace(conversation, calls=calls, wrong_calls=wrong), answer.messages
         if answer is None:
             return conversation
-        ids = await self._ids(answer, turn, where)
+        messages, wrong = (answer.messages, answer.wrong) if isinstance(answer, Results) else (answer, 0)
+        calls, wrong = conversation.calls + len(turn.calls), conversation.wrong_calls + wrong
+        conversation = replace(conversation, calls=calls, wrong_calls=wrong)
+        ids = await self._ids(messages, turn, where)
         if conversation.follows + len(ids) > self._room:
             return replace(conversation, truncated=True)
         return replace(conversation.answered(ids), texts=(*conversation.texts, self._text(ids)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.data.rendering import follow
-from orchestrator.environments.contract import Answer, Environment, Turn
+from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
 from orchestrator.environments.tools import Tools
 from orchestrator.experience import answers as module
 from orchestrator.experience.answers import Answers
@@ -355,16 +355,15 @@ NEXT = {
 class Spoken:
     """Conversations in bytes, with tools, by one of the templates."""
 
-    def __init__(self, name: str, folder: Path, **bounds: Any) -> None:
+    def __init__(self, name: str, folder: Path, environment: Environment | None = None, **bounds: Any) -> None:
         template, self.end, self._call, self._around, self._each = NEXT[name]
         self.tokenizer = make_bytes()
         self.tokenizer.chat_template = template
         self.end_id = int(self.tokenizer.convert_tokens_to_ids(self.end))
         section = {"data": {"path": "prompts", "chat_template": True}, "sampling": {"max_new_tokens": 200}}
         section |= {"environment": {"kind": "a:B", "max_turns": 3, "max_tokens": 4000} | bounds}
-        self.environment = Spelling()
         config = make_config(folder, **section)
-        self.answers = Answers(self.environment, config, self.tokenizer, (self.end_id,))
+        self.answers = Answers(environment or Spelling(), config, self.tokenizer, (self.end_id,))
 
     def call(self, name: str, arguments: str) -> str:
         return self._call.format(name, arguments)
@@ -445,3 +444,18 @@ async def test_an_answer_that_leaves_no_room_ends_the_conversation_and_its_calls
     over = await spoken.answers.to(spoken.after(*response))
     assert segments(over)[1:] == [response]
     assert (over.truncated, over.calls) == (True, 1)
+
+
+async def test_an_environment_with_schemas_of_its_own_answers_calls_itself(policy_folder: Path) -> None:
+    class Own(Told):
+        tools = Spelling().tools
+
+    answers = [[7, 8], Results([{"role": "tool", "content": "ab"}], 1)]
+    environment = Own(lambda turn: answers[turn.number - 1])
+    spoken = Spoken("qwen", policy_folder, environment)
+    said = [*spoken.ids(spoken.call("spell", '{"word": "ab"}')), spoken.end_id]
+    once = await spoken.answers.to(spoken.after(*said))
+    assert (segments(once)[2], once.calls, once.wrong_calls) == ([7, 8], 1, 0)
+    twice = await spoken.answers.to(once.responded(sample_of(*said)))
+    assert (segments(twice)[4], twice.calls, twice.wrong_calls) == (spoken.following("ab"), 2, 1)
+    assert [turn.calls for turn in environment.turns] == [(Call("spell", {"word": "ab"}),)] * 2
