@@ -62,8 +62,8 @@ def test_a_node_that_loses_its_network_costs_no_sample_and_joins_again(
         "address 10.0.0.2 ": f"address 10.0.0.2 {more}'{{\"rollout\": 1}}' ",
     }
     shell = Shell(tmp_path, {"RAY_TMPDIR": str(temporary)}, exchanged, first.enter)
-    settings, start, start_again, deploy, train = SEVERAL
-    for line in (*ONE[:4], settings, f"{start} "):
+    *settings, start, start_again, deploy, train = SEVERAL
+    for line in (*ONE[:4], *settings, f"{start} "):
         shell.run(line)
     beside = shell.beside(second.enter)
     beside.run(f"{start_again} ")
