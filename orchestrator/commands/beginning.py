@@ -53,7 +53,7 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
         before = record(read_yaml(kept))
         check_groups(before, config.algorithm.samples_per_prompt)
         for line in differences(before, deployment.record):
-            note(line)
+            note(deployment.worded(line))
     return checkpoint
 
 

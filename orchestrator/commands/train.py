@@ -129,10 +129,11 @@ async def train(
     try:
         patience = patience_of(deployment, progress.note)
         async with ending_halted():
-            check_compatible(await described(services, deployment, patience), inputs.tokenizer, config)
-            with locked(run_dir, checkpoint_folder(config)), connected_ray():
-                run = Run(deployment, inputs, services, progress, run_dir, accept_changed_services)
-                await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
+            with deployment.naming():
+                check_compatible(await described(services, deployment, patience), inputs.tokenizer, config)
+                with locked(run_dir, checkpoint_folder(config)), connected_ray():
+                    run = Run(deployment, inputs, services, progress, run_dir, accept_changed_services)
+                    await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
     finally:
         await services.close()
     return run_dir
@@ -167,7 +168,7 @@ class Run:
     async def _finish(self, hold: Hold, desk: Desk, *, overwrite: bool, resume: bool) -> None:
         checkpoint = to_resume(self.run_dir, self.deployment, self.progress.note) if resume else None
         for note in self.inputs.notes:
-            self.progress.note(note)
+            self.progress.note(self.deployment.worded(note))
 
         async def carry_out(checkpoint: Checkpoint[TrainState] | None, attempt: int) -> None:
             again = resume or attempt > 0
