@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.push.pusher import WeightPusher
 from protos import common_pb2
@@ -75,13 +76,13 @@ class Desk:
         try:
             number = 1 + (self._number or max(registries(self._application), default=0))
             name = registry_name(self._application, number)
+            options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "num_cpus": 0}
+            # Beside the run, so that no other node takes it along.
+            beside = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
             # Newcomers wait in it without a deadline. One that dies keeps its name, as Ray starts it again: without
             # any, a newcomer would begin with weights of its own.
-            registry = (
-                ray.remote(Registry)
-                .options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=10_000, max_restarts=-1)
-                .remote()
-            )
+            options |= {"scheduling_strategy": beside, "max_concurrency": 10_000, "max_restarts": -1}
+            registry = ray.remote(Registry).options(**options).remote()
             async with asyncio.timeout(START_S):
                 await registry.__ray_ready__.remote()
         except (TimeoutError, RayError, ValueError) as error:

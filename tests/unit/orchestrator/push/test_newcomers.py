@@ -197,7 +197,8 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     for name in ("remote", "get_actor", "kill"):
         monkeypatch.setattr(ray, name, getattr(fake, name))
     monkeypatch.setattr(registry, "list_named_actors", fake.list_named_actors)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
+    context = SimpleNamespace(current_actor=None, get_node_id=lambda: "0" * 56)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
     async def at_once(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
