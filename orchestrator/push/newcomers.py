@@ -92,8 +92,8 @@ class Desk:
             raise Unavailable(
                 f"Ray did not start the registry of rollout replicas {why}; is the machine overloaded?"
             ) from None
-        self._end(number)
         self._number, self._registry, self._answers = number, registry, True
+        self._end(number)
 
     def close(self) -> None:
         """Ends the registry."""
@@ -125,10 +125,12 @@ class Desk:
             ) from None
 
     def _end(self, below: int) -> None:
-        for number in registries(self._application):
-            if number < below:
-                with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
-                    ray.kill(ray.get_actor(registry_name(self._application, number), namespace=NAMESPACE))
+        # One that Ray does not name now ends with its run, and until then no replica applies to it.
+        with contextlib.suppress(RayError):
+            for number in registries(self._application):
+                if number < below:
+                    with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
+                        ray.kill(ray.get_actor(registry_name(self._application, number), namespace=NAMESPACE))
 
 
 def _why(error: Exception, within_s: float) -> str:

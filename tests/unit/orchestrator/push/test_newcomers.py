@@ -156,6 +156,8 @@ class FakeRay:
         """Seconds that each actor takes to start, the next one first; none if it is empty."""
         self.forgotten: set[str] = set()
         """Names of actors whose run has ended, in the moment before they end."""
+        self.lost = False
+        """True while Ray names no actors."""
 
     def remote(self, _: type[Registry]) -> "FakeRay":
         return self
@@ -184,6 +186,8 @@ class FakeRay:
 
     def list_named_actors(self, *, all_namespaces: bool) -> list[dict[str, str]]:
         assert all_namespaces
+        if self.lost:
+            raise RaySystemError("the GCS does not answer")
         return [{"name": name, "namespace": NAMESPACE} for name in self.actors]
 
     def actor(self, number: int) -> FakeActor:
@@ -282,6 +286,16 @@ async def test_registries_of_earlier_runs_are_ended_or_left_to_ray(fake_ray: Fak
     async with registered("rollout"):
         assert registry.registries("rollout") == [10, 11]
     assert len(fake_ray.actors) == 5
+
+
+@in_virtual_time
+async def test_a_registry_is_opened_and_left_while_ray_names_none(fake_ray: FakeRay) -> None:
+    async with registered("rollout") as desk:
+        fake_ray.actor(1).frozen = fake_ray.lost = True
+        with pytest.raises(Unavailable):
+            await desk.applicants()
+        assert await desk.applicants() == {}
+        assert fake_ray.actors.keys() == {"weights of rollout 1", "weights of rollout 2"}
 
 
 @in_virtual_time
