@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from torch.distributed import FileStore, Store
 
-from quartet.ranks.rendezvous import reach_store, serve_store
+from quartet.ranks.rendezvous import address_towards, reach_store, serve_store
 from quartet.security.port import on_loopback
 from quartet.weight_transfer.memory.shared_memory import open_unnamed
 
@@ -41,6 +41,21 @@ def open_store(host: str, timeout_s: float) -> tuple[Store, int]:
     file = os.memfd_create(f"quartet-{number}")
     os.fchmod(file, 0o600)
     return _kept(number, file, timeout_s), number
+
+
+def own_address(host: str) -> str:
+    """The address at which the other members of a group reach this one, whose sender is at `host`.
+
+    Raises:
+        RuntimeError: this machine does not know or reach `host`.
+    """
+    try:
+        return address_towards(host)
+    except OSError as error:
+        raise RuntimeError(
+            f"orchestrator.weights.host: this machine does not reach {host} ({error.strerror}); give an address at "
+            "which all replicas reach the learner, or null for the one that Ray has for its node"
+        ) from None
 
 
 def find_store(host: str, number: int, timeout_s: float) -> Store:

@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from quartet.ranks.rendezvous import address_towards
 from quartet.weight_transfer.groups.group import ABORT_S, LOOK_S, Group, Wire, leave, turned
 from quartet.weight_transfer.groups.wires import make_wire
 from quartet.weight_transfer.ipc import SharedBuckets
 from quartet.weight_transfer.manifest import Manifest
-from quartet.weight_transfer.meeting import find_store
+from quartet.weight_transfer.meeting import find_store, own_address
 from quartet.weight_transfer.memory.buckets import Buckets, checksum, digest
 from quartet.weight_transfer.memory.device_digest import device_digest
 from quartet.weight_transfer.memory.device_memory import Cuda
@@ -129,7 +128,7 @@ class GroupReceiver:
     def join(self, joining: Joining) -> None:
         """Joins one group for each sender."""
         self._leave(min(ABORT_S, max(0.0, joining.joining_s)))
-        wire = self._wires(joining.backend, address_towards(joining.senders[0][0]), self._device, joining.stall_s)
+        wire = self._wires(joining.backend, own_address(joining.senders[0][0]), self._device, joining.stall_s)
         senders = len(joining.senders)
         self._carrying, staging = wire.device, wire.device if joining.on_gpu else None
         if (staging, joining.worker, joining.workers) != (self._staging, self._worker, self._workers):
