@@ -36,18 +36,19 @@ async def catch_up(member: WeightMember, engine: Engine, replica: str, applicati
     reason = "no answer"
     try:
         async with asyncio.timeout(timeout_s):
-            while numbers := await asyncio.to_thread(registries, application):
+            while True:
                 try:
+                    if not (numbers := await asyncio.to_thread(registries, application)):
+                        return
                     name = registry_name(application, numbers[-1])
                     registry = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
                     async with asyncio.timeout(APPLY_S):
                         applicant = Applicant(engine.workers, engine.place, ray.get_runtime_context().current_actor)
                         answer = await registry.apply.remote(replica, applicant)
                         lease = await _claim(member, answer)
-                except TimeoutError:
-                    continue
-                except (ray.exceptions.RayActorError, *NAME_ERRORS):
-                    await asyncio.sleep(0.5)  # the run has ended or is about to, or has opened another
+                except (TimeoutError, ray.exceptions.RayActorError, *NAME_ERRORS):
+                    # Ray is busy, or the run has ended or is about to, or has opened another.
+                    await asyncio.sleep(0.5)
                     continue
                 if answer.ticket is None:
                     return

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RaySystemError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RaySystemError
 
 from orchestrator.push import newcomers
 from orchestrator.push.newcomers import Desk, adding_newcomers, first_death, registered
@@ -187,7 +187,7 @@ class FakeRay:
     def list_named_actors(self, *, all_namespaces: bool) -> list[dict[str, str]]:
         assert all_namespaces
         if self.lost:
-            raise RaySystemError("the GCS does not answer")
+            raise GetTimeoutError("the GCS does not answer")
         return [{"name": name, "namespace": NAMESPACE} for name in self.actors]
 
     def actor(self, number: int) -> FakeActor:
@@ -296,6 +296,14 @@ async def test_a_registry_is_opened_and_left_while_ray_names_none(fake_ray: Fake
             await desk.applicants()
         assert await desk.applicants() == {}
         assert fake_ray.actors.keys() == {"weights of rollout 1", "weights of rollout 2"}
+
+
+@in_virtual_time
+async def test_a_newcomer_asks_again_while_ray_names_no_registry(fake_ray: FakeRay) -> None:
+    async with registered("rollout") as desk, adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore[arg-type]
+        fake_ray.lost = True
+        asyncio.get_running_loop().call_later(5, setattr, fake_ray, "lost", False)
+        await joined()
 
 
 @in_virtual_time

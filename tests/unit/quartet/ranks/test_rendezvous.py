@@ -21,7 +21,9 @@ def test_this_machine_is_reached_on_loopback(host: str) -> None:
 
 
 def test_an_address_of_this_machine_is_reached_from_itself() -> None:
-    assert address_towards(node_address()) == node_address()
+    own = address_towards(node_address())
+    assert own in (node_address(), *LOOPBACK)  # a machine without a network may have a name on 127.0.1.1
+    assert address_towards(own) == own
 
 
 def test_a_name_that_a_replica_does_not_know_is_refused_by_the_name_of_its_key() -> None:
