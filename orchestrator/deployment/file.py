@@ -102,11 +102,12 @@ class ServicesFile:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Puts the messages of errors meanwhile in the words of the file."""
+        """Puts the messages of errors meanwhile in the words of the file; their causes, such as an error of a user's
+        own code, stay."""
         try:
             yield
         except (ConfigError, PortError) as error:
-            raise type(error)(self.worded(str(error))) from None
+            raise type(error)(self.worded(str(error))) from error.__cause__
 
     def placed(self) -> Iterator[Placed]:
         """The deployments of the services in `services`, but for those that only pass calls on to scorers."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import Deployment, ServicesFile
 from quartet.config.base import ConfigError
 from quartet.security.port import Port
 
@@ -21,6 +21,14 @@ FUNCTIONS = [
 def write(path: Path, content: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+def test_an_error_in_the_words_of_the_file_keeps_its_cause() -> None:
+    written = ServicesFile(path=Path("a.yaml"), applications=(), services={}, raw={}, port=Port(), facts=True)
+    cause = OSError("of a user's own code")
+    with pytest.raises(ConfigError, match=r"^port: taken$") as told, written.naming():
+        raise ConfigError("grpc_options.port: taken") from cause
+    assert told.value.__cause__ is cause
 
 
 def test_a_file_is_read_whole(tmp_path: Path, section: dict[str, Any]) -> None:
