@@ -10,6 +10,7 @@ A new one is a class in a file of the user's, and a line in the run's file, `env
 
 import functools
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def load_environment(path: str, field: str) -> Environment:
         )
     try:
         environment = kind()
-        _ = environment.tools  # which it cannot have undescribed
+        tools: object = environment.tools  # which it cannot have undescribed
         identity: object = environment.identity  # kept from here on, as the file is the one that was imported
     except ConfigError:
         raise
@@ -140,4 +141,22 @@ def load_environment(path: str, field: str) -> Environment:
         raise ConfigError(f"{field}: {path}() fails with {type(error).__name__}: {error}") from None
     if not isinstance(identity, str):
         raise ConfigError(f"{field}: {path}.identity should be text, got {identity!r}")
+    if not _are_schemas(tools):
+        raise ConfigError(
+            f"{field}: {path}.tools should be a list of JSON schemas of functions, "
+            f'{{"type": "function", "function": {{"name": ...}}}}, got {repr(tools)[:200]}'
+        )
     return environment
+
+
+def _are_schemas(tools: object) -> bool:
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(tools, list | tuple) and all(
+        isinstance(each, dict)
+        and isinstance(function := each.get("function"), dict)
+        and isinstance(function.get("name"), str)
+        for each in tools
+    )

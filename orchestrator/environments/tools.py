@@ -1,12 +1,13 @@
 """An environment of tools: a class of a user's, whose public methods the policy may call (examples/calculator.py)."""
 
 import asyncio
+import dataclasses
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import PydanticUserError, ValidationError, validate_call
+from pydantic import BaseModel, PydanticUserError, ValidationError, validate_call
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -16,6 +17,12 @@ from quartet.config.base import ConfigError
 FIELD = "orchestrator.environment.kind"
 MOST_TOLD = 300
 """Most characters of what is told about a wrong call, as some of them are the policy's own."""
+_UNDESCRIBED = (
+    *(DocstringParsingException, TypeHintParsingException, PydanticUserError),
+    *(ValueError, NameError, TypeError),
+)
+"""Errors of a method whose schema cannot be made."""
+_WRITTEN = (Any, str, int, float, bool, type(None), list, tuple, object)
 
 
 class ToolError(Exception):
@@ -40,14 +47,18 @@ class Tools(Environment):
         """Name -> the schema of a tool, and a function that makes a call of its arguments."""
         kinds = [kind for kind in reversed(type(self).__mro__) if issubclass(kind, Tools) and kind is not Tools]
         names = dict.fromkeys(name for kind in kinds for name in vars(kind) if not name.startswith("_"))
-        public = [name for name in names if inspect.isroutine(inspect.getattr_static(self, name))]
-        if taken := [name for name in public if hasattr(Tools, name) and name != "answer"]:
+        public = [name for name in names if _is_method(inspect.getattr_static(self, name))]
+        if taken := [name for name in public if hasattr(Tools, name) and not self._is_own_answer(name)]:
             kind = f"{type(self).__module__}:{type(self).__qualname__}"
             raise ConfigError(f"{FIELD}: {kind}.{taken[0]}: every environment has this name; a tool needs another")
-        found = {name: _described(getattr(self, name), f"{self.name}.{name}") for name in public if name != "answer"}
+        found = {name: _described(self, name) for name in public if name != "answer"}
         if not found:
             raise ConfigError(f"{FIELD}: {self.name} has no tools; each public method that it defines is one")
         return found
+
+    def _is_own_answer(self, name: str) -> bool:
+        """True for an `answer` to a turn, in the place of this class's, and not a tool of that name."""
+        return name == "answer" and list(inspect.signature(self.answer).parameters) == ["turn"]
 
     @functools.cached_property
     def tools(self) -> Sequence[Schema]:
@@ -87,11 +98,14 @@ class Tools(Environment):
             return self._shortened(await call())
         except ToolError as error:
             return self._shortened(error)
+        except SystemExit as error:  # which would end the run as if it were the run's own
+            raise RuntimeError(repr(error)) from error
 
     def _shortened(self, result: object) -> str:
         if inspect.isawaitable(result):
             raise TypeError("a tool gave something to await; it should be a coroutine function itself")
-        text, most = str(result), self.longest_answer
+        text = str(result).encode("utf-8", "replace").decode()  # halves of characters have no tokens
+        most = self.longest_answer
         return text if len(text) <= most else f"{text[:most]}\n({len(text) - most} further characters are left out)"
 
     async def _messages(
@@ -108,10 +122,12 @@ class Tools(Environment):
         return Results(messages, wrong)
 
 
-def _described(method: Callable[..., Any], place: str) -> tuple[Schema, Callable[..., Any]]:
+def _described(tools: Tools, name: str) -> tuple[Schema, Callable[..., Any]]:
     """The schema of a method, and a function that checks arguments and makes a call of them. ConfigError for a method
     that cannot be described."""
-    where = f"{FIELD}: {place}"
+    method, where = getattr(tools, name), f"{FIELD}: {tools.name}.{name}"
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise ConfigError(f"{where}: yields parts of an answer; should return all of it")
     named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     for parameter in inspect.signature(method).parameters.values():
         if parameter.kind not in named:
@@ -122,13 +138,44 @@ def _described(method: Callable[..., Any], place: str) -> tuple[Schema, Callable
         return functools.partial(method, *given, **by_name)
 
     try:
-        return get_json_schema(method), validate_call(made)
-    except (DocstringParsingException, TypeHintParsingException, PydanticUserError, ValueError, NameError) as error:
+        schema = get_json_schema(method)
+        hints = get_type_hints(method, include_extras=True)
+        hints.pop("return", None)
+        if odd := [each for hint in hints.values() for each in _leaves(hint) if not _is_written(each)]:
+            raise TypeError(
+                f"a template would write {odd[0].__name__} as an object, which it is not in JSON: take str, say"
+            )
+        schema["function"]["name"] = name  # which differs from the function's own, where that is assigned to another
+        return schema, validate_call(made)
+    except _UNDESCRIBED as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"{where}: {reason}; a tool should have a docstring that says what it does and, below `Args:`, what each "
             "parameter is, and a type hint for each; methods that are no tools begin with an underscore"
         ) from None
+
+
+def _leaves(hint: Any) -> Iterator[Any]:
+    """The types of which a type hint is made."""
+    if get_origin(hint) is Literal:
+        return
+    inner = get_args(hint)
+    if not inner:
+        yield hint
+    for each in inner[:1] if get_origin(hint) is Annotated else inner:
+        yield from _leaves(each)
+
+
+def _is_written(leaf: Any) -> bool:
+    """True for a type whose values are in JSON what transformers says: of a class that it does not know, objects."""
+    if not isinstance(leaf, type) or dataclasses.is_dataclass(leaf):
+        return True
+    return leaf in _WRITTEN or issubclass(leaf, dict | BaseModel)
+
+
+def _is_method(attribute: object) -> bool:
+    """True for a method, and not for a property; Python takes a cached one for a routine."""
+    return inspect.isroutine(attribute) and not isinstance(attribute, functools.cached_property)
 
 
 def _is_awaited(call: functools.partial[Any]) -> bool:

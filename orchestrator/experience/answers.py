@@ -137,8 +137,11 @@ class Answers:
             given = ask(turn)
         else:
             given = await in_thread(lambda: ask(turn), f"environment, sample {turn.sample}")
-        # A plain function may give one too, such as a coroutine function that is wrapped in another.
-        answer: Answer = await given if inspect.isawaitable(given) else given
+        try:
+            # A plain function may give one too, such as a coroutine function that is wrapped in another.
+            answer: Answer = await given if inspect.isawaitable(given) else given
+        except SystemExit as error:  # which would end the run as if it were the run's own
+            raise RuntimeError(repr(error)) from error
         return answer
 
     def _follow(self, asked: Sequence[tuple[Messages, str]]) -> list[str]:

@@ -42,6 +42,15 @@ class Reading(Silent):
 
 class Numbered(Silent):
     identity = 3
+
+
+class Named(Silent):
+    tools = ["find"]
+
+
+class Called(Silent):
+    def tools(self):
+        return []
 """
 
 
@@ -95,6 +104,8 @@ def test_an_identity_of_its_own_is_read_once(tmp_path: Path, monkeypatch: pytest
         ("environment_of_a_user:Picky", r"environment_of_a_user:Picky\(\) fails with OSError: no such tool"),
         ("environment_of_a_user:Unfinished", "fails with TypeError: .*abstract"),
         ("environment_of_a_user:Numbered", "environment_of_a_user:Numbered.identity should be text, got 3"),
+        ("environment_of_a_user:Named", "environment_of_a_user:Named.tools should be a list of JSON schemas"),
+        ("environment_of_a_user:Called", "environment_of_a_user:Called.tools should be a list of JSON schemas"),
         ("posixpath:basename", "should be a class of Environment"),
         ("builtins:dict", "should be a class of Environment"),
     ],

@@ -1,7 +1,10 @@
 """Tools of an environment: described, checked, carried out, and nothing else of the object reachable."""
 
 import asyncio
+import datetime
+import functools
 import inspect
+import json
 import threading
 from typing import Any, Literal
 
@@ -253,6 +256,41 @@ async def test_a_long_answer_is_cut_off_and_says_so() -> None:
     assert await said(Long(), "write", length=13) == ("x" * 10 + "\n(3 further characters are left out)", 0)
 
 
+async def test_a_coroutine_that_exits_fails_and_does_not_end_the_run() -> None:
+    class Leaving(Tools):
+        async def leave(self) -> None:
+            """Leaves."""
+            raise SystemExit(0)
+
+    with pytest.raises(RuntimeError, match=r"SystemExit\(0\)"):
+        await said(Leaving(), "leave")
+
+
+async def test_halves_of_characters_in_an_answer_are_replaced() -> None:
+    class Reading(Tools):
+        def read(self, text: str) -> Any:
+            """Reads JSON.
+
+            Args:
+                text: the JSON.
+            """
+            return json.loads(text)
+
+    assert await said(Reading(), "read", text='"a\\ud800b"') == ("a?b", 0)
+
+
+async def test_a_tool_has_the_name_in_its_class_and_a_cached_property_is_none() -> None:
+    class Shop(Calculator):
+        product = Calculator.multiply
+
+        @functools.cached_property
+        def shelf(self) -> str:
+            raise AssertionError("asked for")
+
+    assert [each["function"]["name"] for each in Shop().tools] == ["multiply", "divide", "product"]
+    assert await said(Shop(), "product", a=6, b=7) == ("42", 0)
+
+
 def test_a_response_without_calls_ends_the_conversation() -> None:
     assert Calculator().answer(turn()) is None
 
@@ -276,6 +314,18 @@ class Odd:
             where: the place.
         """
         return str(where)
+
+    def dated(self, where: list[datetime.date] | None) -> str:
+        """Looks.
+
+        Args:
+            where: the place.
+        """
+        return str(where)
+
+    def yielding(self):  # type: ignore[no-untyped-def]
+        """Looks."""
+        yield "here"
 
     def odd(self, where: threading.Thread) -> str:
         """Looks.
@@ -301,6 +351,10 @@ class Odd:
         (one(Odd.undescribed), "mine:Mine.look: .*no description for the argument 'where'"),
         (one(Odd.untyped), "mine:Mine.look: Argument where is missing a type hint"),
         (one(Odd.odd), "mine:Mine.look: .*Thread"),
+        (one(Odd.dated), "mine:Mine.look: a template would write date as an object"),
+        (one(Odd.yielding), "mine:Mine.look: yields parts of an answer"),
+        (one(functools.partialmethod(Odd.undescribed, "here")), "mine:Mine.look: .*partial"),
+        (one(Calculator.multiply, "answer"), "mine:Mine.answer: every environment has this name"),
         (one(Odd.several), r"mine:Mine.look: parameter \*where"),
         (one(Odd.undocumented, "name"), "mine:Mine.name: every environment has this name"),
         (one(Odd.undocumented, "_look"), "mine:Mine has no tools"),

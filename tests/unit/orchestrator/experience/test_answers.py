@@ -312,6 +312,15 @@ async def test_a_function_that_ends_its_thread_has_failed(policy_folder: Path) -
             await asking(policy_folder, Told(leave), answer_s=5, attempts=1).to(after(12))
 
 
+async def test_a_coroutine_that_exits_has_failed_and_does_not_end_the_run(policy_folder: Path) -> None:
+    class Leaving(Told):
+        async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
+            raise SystemExit(0)
+
+    with pytest.raises(ConfigError, match=r"failed with RuntimeError\('SystemExit\(0\)'\)"):
+        await asking(policy_folder, Leaving(always(None)), attempts=1).to(after(12))
+
+
 class Spelling(Tools):
     """Tools of conversations in bytes."""
 
