@@ -137,7 +137,7 @@ def load_environment(path: str, field: str) -> Environment:
         identity: object = environment.identity  # kept from here on, as the file is the one that was imported
     except ConfigError:
         raise
-    except Exception as error:  # the user's own code, which may raise anything
+    except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
         raise ConfigError(f"{field}: {path}() fails with {type(error).__name__}: {error}") from None
     if not isinstance(identity, str):
         raise ConfigError(f"{field}: {path}.identity should be text, got {identity!r}")

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.data.bounded import bounded
-from orchestrator.data.rendering import EACH_S, LEAST_S, MEMORY, render
+from orchestrator.data.rendering import EACH_S, LEAST_S, MEMORY, follow, render
 from orchestrator.environments.contract import Call, Environment, Schema
+from orchestrator.environments.tools import Tools
 from quartet.config.base import ConfigError
 
 _CHATML, _LLAMA = "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -76,6 +77,7 @@ _PROBE: Schema = {
     },
 }
 _PROBED = {"name": "find", "arguments": {"text": "a b", "count": 3}}
+_ANSWER = {"role": "tool", "name": "find", "content": "a b"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,8 @@ def form_of(environment: Environment | None, chat_template: bool, tokenizer: Any
         tokenizer: the policy's.
 
     Raises:
-        ConfigError: prompts are plain text, or the template writes no tools, or calls in a form that is not known.
+        ConfigError: prompts are plain text, or the template writes no tools, or none of their answers, or calls in a
+            form that is not known.
     """
     if environment is None or not environment.tools:
         return None
@@ -138,6 +141,13 @@ def form_of(environment: Environment | None, chat_template: bool, tokenizer: Any
             "into the prompts; set it to true, with a model whose template takes tools"
         )
     where = f"the chat template of {tokenizer.name_or_path}"
+    if isinstance(environment, Tools):  # whose answers are such messages
+        [answered] = follow([[_ANSWER]], tokenizer, [f"{where}, given the answer of a tool"], [_PROBE])
+        if _ANSWER["content"] not in answered:
+            raise ConfigError(
+                f"orchestrator.environment.kind: {environment.name} has tools, but {where} leaves out their answers"
+                "; should be a model whose template writes messages of role 'tool'"
+            )
     call = {"id": "call00001", "type": "function", "function": _PROBED}
     called = [*_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
     [bare] = render([_QUESTION], tokenizer, [where])

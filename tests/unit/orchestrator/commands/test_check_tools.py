@@ -55,6 +55,10 @@ def test_prompts_that_are_plain_text_are_refused(tools: dict[str, Any], tmp_path
             f"{KIND} has tools, but the chat template of {{policy}} writes a call as ' ', which is",
         ),
         (
+            template().replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"),
+            f"{KIND} has tools, but the chat template of {{policy}} leaves out their answers",
+        ),
+        (
             template(calling="{{ m.tool_calls }}"),
             f"{KIND} has tools, but the chat template of {{policy}} writes a call",
         ),
@@ -66,6 +70,16 @@ def test_a_template_that_cannot_say_it_is_refused(
     (tmp_path / "policy" / "chat_template.jinja").write_text(written)
     [line] = problems(tools, tmp_path)
     assert line.startswith(said.format(policy=tmp_path / "policy"))
+
+
+def test_a_template_that_refuses_the_answers_of_tools_is_told(tools: dict[str, Any], tmp_path: Path) -> None:
+    refusing = "{% if messages[-1].role == 'tool' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    (tmp_path / "policy" / "chat_template.jinja").write_text(template() + refusing)
+    [line] = problems(tools, tmp_path)
+    assert line.startswith(
+        f"data.chat_template: the chat template of {tmp_path / 'policy'}, given the answer of a tool"
+    )
+    assert line.endswith("roles must alternate")
 
 
 def test_a_method_that_cannot_be_described_is_named(

@@ -25,6 +25,11 @@ class Picky(Silent):
         raise OSError("no such tool")
 
 
+class Leaving(Silent):
+    def __init__(self):
+        raise SystemExit(0)
+
+
 class Unfinished(Environment):
     pass
 
@@ -102,6 +107,7 @@ def test_an_identity_of_its_own_is_read_once(tmp_path: Path, monkeypatch: pytest
         ("a_module_that_is_not_there:Silent", "should be package.module:name, but cannot be imported"),
         ("environment_of_a_user:Missing", "cannot be imported"),
         ("environment_of_a_user:Picky", r"environment_of_a_user:Picky\(\) fails with OSError: no such tool"),
+        ("environment_of_a_user:Leaving", r"environment_of_a_user:Leaving\(\) fails with SystemExit: 0"),
         ("environment_of_a_user:Unfinished", "fails with TypeError: .*abstract"),
         ("environment_of_a_user:Numbered", "environment_of_a_user:Numbered.identity should be text, got 3"),
         ("environment_of_a_user:Named", "environment_of_a_user:Named.tools should be a list of JSON schemas"),
