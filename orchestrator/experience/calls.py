@@ -36,7 +36,11 @@ FORMS: Mapping[str, dict[str, Any]] = {
                 "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
                 "close_pattern": r"</function>\s*</tool_call>",
                 "content": "xml-inline",
-                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+                "content_args": {
+                    # A value ends before another parameter: the ends of many without one would be sought for hours.
+                    "tag_pattern": r"<parameter=(?P<key>[^<>\n]+)>\n?"
+                    r"(?P<value>(?:[^<]|<(?!parameter=))*?)\n?</parameter>"
+                },
                 "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
                 "repeats": True,
             },

@@ -110,6 +110,16 @@ def test_large_and_repeated_calls_are_read() -> None:
     assert len(call.arguments["a"]) == 10**6
 
 
+@pytest.mark.parametrize("end", ["", "</function>\n</tool_call>"])
+def test_parameters_without_an_end_are_passed_over(end: str) -> None:
+    # Seeking the end of each took hours, and a run ends after a minute of it.
+    unended = "<tool_call>\n<function=multiply>\n" + "<parameter=a>\n6" * 100_000
+    closed = "\n</think>" + SAID["qwen3_coder"].removeprefix("so</think>")
+    [[call], both] = form("qwen3_coder").read([f"</think>{unended}{end}", closed])
+    assert call == Call("multiply", {})
+    assert both == (MULTIPLY,)
+
+
 def test_reading_that_takes_too_long_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder's own expression may take as long as it likes."""
     monkeypatch.setattr(module, "LEAST_S", 0.2)
