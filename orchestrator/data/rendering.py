@@ -1,5 +1,6 @@
 """Chat templates: programs that come with a model, and are therefore run with limits."""
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ MEMORY = GIB
 """Bytes that rendering may take, beyond eight times the characters of the messages."""
 LEAST_S, EACH_S = 60.0, 0.01
 """Seconds that rendering may take, and more of them for each conversation; usually it takes a thousandth of that."""
-_WORD, _MARK = "question", "response-bf1c0e6d"
-"""Stand-ins for a prompt and for a response; the second is a word that no template writes by itself."""
+_WORD, _MARK = "question", f"response-{secrets.token_hex(8)}"
+"""Stand-ins for a prompt and for a response; the second is a word that neither a template nor an answer has."""
 _TOGETHER = 256
 """Conversations whose texts are handed over at once."""
 
