@@ -1,8 +1,8 @@
 """The weight push."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from quartet.config.base import Config, Count, Seconds
 
@@ -49,7 +49,7 @@ class WeightsConfig(Config):
     in float32, and from 0.05 to 0.25 in bfloat16."""
     attempts: Count = 5
     """Tries of a push; if all fail the run ends with an error."""
-    host: str | None = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] | None = "127.0.0.1"
     """Address at which the rollout replicas reach the learner. Gloo and the rendezvous store listen there, and a
     replica's gloo on the address of its own machine on the way to it. Null, for replicas on other nodes: the address
     that Ray has for the node of each sending rank."""
