@@ -134,8 +134,9 @@ def second_worker(packed: bytes, joining: Joining, pipe: Connection) -> None:
     while pipe.recv():
         pipe.send(receiver.receive(manifest))
         pipe.recv()
-        pipe.send([data.tolist() for _, data in receiver.buckets()])
-        receiver.check()
+        loaded = [data.tolist() for _, data in receiver.buckets()]
+        receiver.check()  # before the answer, after which the first worker receives again
+        pipe.send(loaded)
     receiver.close()
 
 
@@ -148,6 +149,7 @@ def test_workers_in_different_processes_share_what_they_stage(made: list[int]) -
     mine, theirs = FORKED.Pipe()
     process = FORKED.Process(target=second_worker, args=(manifest.pack(), joinings[1], theirs), daemon=True)
     process.start()
+    theirs.close()  # so that a worker that fails ends the wait for its answer
     Replica.all([lambda: first.join(joinings[0]), lambda: sender.join(1, 3)])
     for number in (1, 2):
         for tensor in weights.values():
