@@ -1,14 +1,18 @@
 """Runs of `quartet train` on the shared quartet that may be killed and begun again."""
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+import msgpack
 import yaml
 from safetensors.torch import load_file
 
+from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
+from quartet.columns import Columns
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, Command
 
@@ -96,3 +100,21 @@ def assert_same(run: Run, straight: Run, but: tuple[str, ...] = ()) -> None:
     weights, others = (load_file(one.folder / "policy" / "model.safetensors") for one in (run, straight))
     assert weights.keys() == others.keys()
     assert all((weights[name] == others[name]).all() for name in others)
+
+
+def journal(run: Run) -> list[Columns]:
+    """The trajectories that each step was trained on."""
+    paths = sorted((run.folder / "journal").glob("step-*.msgpack"))
+    return [Columns.unpack(msgpack.unpackb(path.read_bytes())["columns"], SCHEMA) for path in paths]
+
+
+def assert_replayed(again: Run, straight: Run) -> None:
+    """The other run's first checkpoint and journal give the same weights, measurements and samples, bit for bit."""
+    for folder in ("checkpoints/step-000000", "journal"):
+        shutil.copytree(straight.folder / folder, again.folder / folder)
+    try:
+        again.finish("--resume")
+        assert_same(again, straight)
+        assert [each.pack() for each in journal(again)] == [each.pack() for each in journal(straight)]
+    finally:
+        again.end()

@@ -5,20 +5,18 @@ import json
 import shutil
 from pathlib import Path
 
-import msgpack
 import psutil
 import pytest
 import yaml
 
 from examples.second_try import WRONG
-from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
 from tests.cluster import Quartet, eventually, rollouts
 from tests.commands import PATIENCE_S
 from tests.environments import HELD, HOLD
 from tests.models import EOS, make_tokenizer
-from tests.runs import Run, assert_same
+from tests.runs import Run, assert_replayed, journal
 
 STEPS, BATCH, LEAST, MOST = 3, 16, 3, 12
 TOLD = make_tokenizer()(WRONG, add_special_tokens=False)["input_ids"]
@@ -48,12 +46,6 @@ def two_turns(quartet: Quartet, name: str, environment: str, **loop: int) -> Run
     }
     run.config.write_text(yaml.safe_dump(raw))
     return run
-
-
-def journal(run: Run) -> list[Columns]:
-    """The trajectories that each step was trained on."""
-    paths = sorted((run.folder / "journal").glob("step-*.msgpack"))
-    return [Columns.unpack(msgpack.unpackb(path.read_bytes())["columns"], SCHEMA) for path in paths]
 
 
 def check_conversations(columns: Columns, *, rendered: bool = False) -> int:
@@ -108,14 +100,7 @@ def test_what_was_sampled_is_trained_on_and_what_the_environment_said_is_not(str
 
 def test_the_journal_gives_the_same_weights(quartet: Quartet, straight: Run) -> None:
     again = two_turns(quartet, "again-try", "examples.second_try:SecondTry")
-    for folder in ("checkpoints/step-000000", "journal"):
-        shutil.copytree(straight.folder / folder, again.folder / folder)
-    try:
-        again.finish("--resume")
-        assert_same(again, straight)
-        assert [each.pack() for each in journal(again)] == [each.pack() for each in journal(straight)]
-    finally:
-        again.end()
+    assert_replayed(again, straight)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
