@@ -25,10 +25,12 @@ from orchestrator.deployment import serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import free_ports
 from orchestrator.deployment.redeployment import fixed
+from protos import rollout_pb2
 from quartet.security.credentials import VARIABLE, connect
 from quartet.security.keys.folder import Keys
 from quartet.security.local import FOLDER
 from quartet.security.policy import digest
+from quartet.wire.errors import ServiceError
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from tests import preloaded
@@ -39,6 +41,8 @@ Reply = TypeVar("Reply", bound=Message)
 
 SERVICES = ("rollout", "reward", "reference", "critic")
 START_S = 300
+REPLACED_S = 180
+"""Serve has started another replica in the place of a lost one by then."""
 SECURED = "QUARTET_TEST_SECURED"
 """Environment variable: set, the cluster has TLS and a policy, and the tests and their commands are a trainer."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}w5{% endif %}"
@@ -267,6 +271,23 @@ def rollouts(quartet: Quartet) -> dict[str, int]:
     """Process ids of the rollout replicas that run, by name."""
     rollout = ray_cluster.applications(quartet.cluster)["rollout"]["deployments"]["Rollout"]
     return {r["replica_id"]: r["pid"] for r in rollout["replicas"] if r["state"] == "RUNNING"}
+
+
+async def whole(quartet: Quartet, count: int) -> float:
+    """Seconds until so many rollout replicas run, and answer as members: Serve tells of a new one a moment after it
+    runs, and until then a push passes it over."""
+
+    async def complete() -> bool:
+        try:
+            pids = rollouts(quartet)
+            if len(pids) != count or not all(psutil.pid_exists(pid) for pid in pids.values()):
+                return False
+            reports = await quartet.services.rollout.update_weights(2, discover=rollout_pb2.Discover())
+        except (ServiceError, OSError, KeyError):  # while Serve's controller or its proxy is being replaced
+            return False
+        return sum(report.ok for report in reports) == count
+
+    return await eventually(complete, REPLACED_S)
 
 
 def engine_of(pid: int) -> int:

@@ -25,16 +25,15 @@ from orchestrator.deployment.redeployment import fixed
 from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import rollout_pb2 as pb
 from quartet.wire.codec import pack_sequences
-from quartet.wire.errors import ServiceError, Unavailable
+from quartet.wire.errors import Unavailable
 from services.rollout.sample import Sampling
 from tests import plain
-from tests.cluster import Quartet, engine_of, eventually, named, rollouts
+from tests.cluster import REPLACED_S, Quartet, engine_of, eventually, named, rollouts, whole
 from tests.listening import Listener
 from tests.pushing import ModelSource, hold, make_pusher, perturbed
 
 PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)
 LONG = Sampling(max_new_tokens=100, ignore_eos=True)
-REPLACED_S = 180
 TRAINING_S = 1.5
 """Stands for an update of the policy; meanwhile replicas that are started, and other tests, have the cores."""
 
@@ -118,22 +117,6 @@ async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
     assert {info.policy_version for info in infos.values()} == {loop.report.policy_version}
     assert {info.weights_checksum for info in infos.values()} == {loop.report.checksum}
     print(f"\nheld up for {loop.longest:.1f} s, {loop.repeated} samples asked again, whole after {took:.0f} s more")
-
-
-async def whole(quartet: Quartet, count: int) -> float:
-    """Seconds until so many replicas run, and answer as members."""
-
-    async def complete() -> bool:
-        try:
-            pids = rollouts(quartet)
-            if len(pids) != count or not all(psutil.pid_exists(pid) for pid in pids.values()):
-                return False
-            reports = await quartet.services.rollout.update_weights(2, discover=pb.Discover())
-        except (ServiceError, OSError, KeyError):  # while Serve's controller or its proxy is being replaced
-            return False
-        return sum(report.ok for report in reports) == count
-
-    return await eventually(complete, REPLACED_S)
 
 
 def scale(quartet: Quartet, scaling: dict[str, Any]) -> list[str]:

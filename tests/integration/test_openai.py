@@ -20,7 +20,7 @@ from quartet.models.distribution import Distribution
 from services.rollout.sample import Sampling
 from services.rollout.session_trajectory import columns_of_session, trajectories_of
 from tests import plain
-from tests.cluster import TEMPLATE, Quartet, eventually, named, rollouts
+from tests.cluster import TEMPLATE, Quartet, eventually, named, rollouts, whole
 from tests.configuration import REPO
 from tests.http_requests import Answer, ask, bearer
 from tests.models import BOS, EOS, MAX_LENGTH, ROWS, WORDS
@@ -507,10 +507,7 @@ async def test_a_replica_that_dies_takes_no_tokens_of_a_session_with_it(quartet:
     os.kill(dying, signal.SIGKILL)
     assert await asking <= {200, 503}
 
-    async def replaced() -> bool:
-        return len(rollouts(quartet)) == quartet.rollout_replicas and dying not in rollouts(quartet).values()
-
-    await eventually(replaced, 120)
+    await whole(quartet, quartet.rollout_replicas)
     assert await all_turns(4) == {200}
     for session, count in zip(started, answered, strict=True):
         told = (await asked(quartet, "/rl/trajectory", {"session_id": session["session_id"]})).json

@@ -12,12 +12,11 @@ import psutil
 import pytest
 
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.policy.ranks import Policy
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sample, Sampling
 from tests import plain
-from tests.cluster import Quartet, eventually
+from tests.cluster import Quartet, eventually, rollouts, whole
 from tests.learner_batches import PolicyBatch
 from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push, push_model
 from tests.trajectories import cut, of
@@ -160,7 +159,7 @@ async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Qu
 async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_pushes(quartet: Quartet) -> None:
     rollout = quartet.services.rollout
     await push_model(rollout, plain.language_model(quartet.policy))
-    victim = psutil.Process(processes(quartet)[0])
+    victim = psutil.Process(min(rollouts(quartet).values()))
     engine = victim.children(recursive=True)
     killed = asyncio.Event()
 
@@ -180,20 +179,8 @@ async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_
     async def engine_gone() -> bool:
         return not any(process.is_running() and process.status() != "zombie" for process in engine)
 
-    async def replaced() -> bool:
-        if len(processes(quartet)) != 2 or victim.pid in processes(quartet):
-            return False
-        # Serve tells the replicas of one another a moment later.
-        return len(await rollout.update_weights(2, discover=pb.Discover())) == 2
-
     await eventually(engine_gone, 60)
-    await eventually(replaced, 180)
+    await whole(quartet, quartet.rollout_replicas)
     report = await push_model(rollout, plain.language_model(quartet.policy))
     assert set(report.replicas) == set(await quartet.replicas())
     assert {info.policy_version for info in (await quartet.replicas()).values()} == {report.policy_version}
-
-
-def processes(quartet: Quartet) -> list[int]:
-    """Process ids of the rollout replicas that run."""
-    rollout = ray_cluster.applications(quartet.cluster)["rollout"]["deployments"]["Rollout"]
-    return [replica["pid"] for replica in rollout["replicas"] if replica["state"] == "RUNNING"]
