@@ -4,9 +4,11 @@ address than the one that was asked."""
 import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 
+from quartet.security.port import on_loopback
 from quartet.wire.backoff import Deadline
 
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -27,11 +29,14 @@ class TooLongError(Exception):
     """The answer has more bytes than it may have."""
 
 
-def client(key: str) -> httpx.AsyncClient:
-    """A client that sends the key, unless it is empty, as a bearer token. It follows no redirect, as the key and the
-    pairs are for one address, and takes no compressed answer, as a few bytes of it may be gigabytes."""
+def client(url: str, key: str) -> httpx.AsyncClient:
+    """A client for an address, that sends the key, unless it is empty, as a bearer token. It follows no redirect, as
+    the key and the pairs are for one address, and takes no compressed answer, as a few bytes of it may be
+    gigabytes."""
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    return httpx.AsyncClient(headers=headers, follow_redirects=False)
+    # A proxy that the environment names is for other machines.
+    straight = {"http://": None, "https://": None} if on_loopback(urlsplit(url).hostname or "") else None
+    return httpx.AsyncClient(headers=headers, follow_redirects=False, mounts=straight)
 
 
 async def exchange(

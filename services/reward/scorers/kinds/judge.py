@@ -102,9 +102,9 @@ class Judge:
                 await backoff.wait(error, error.after_s)
 
     async def _once(self, body: Mapping[str, Any], deadline: Deadline) -> str:
-        if self._client is None:
-            self._client = client(os.environ[self._options["api_key"]] if self._options["api_key"] else "")
         url = self._options["url"].rstrip("/") + "/chat/completions"
+        if self._client is None:
+            self._client = client(url, os.environ[self._options["api_key"]] if self._options["api_key"] else "")
         try:
             return _content(await exchange(self._client, "POST", url, body, deadline, _MOST_BYTES))
         except TooLongError as error:

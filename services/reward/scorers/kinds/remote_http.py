@@ -46,7 +46,7 @@ class OverHttp:
 
     def _opened(self) -> httpx.AsyncClient:
         variable = self._options["api_key"]
-        return client(os.environ[variable] if variable else "")
+        return client(self._url, os.environ[variable] if variable else "")
 
     async def identity(self) -> Identity:
         """Asks who the scorer is."""

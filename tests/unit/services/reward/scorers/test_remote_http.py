@@ -5,7 +5,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,8 @@ def told(answer: Any, status: int = 200, **headers: str) -> Callable[[BaseHTTPRe
     return lambda handler, asked: say(handler, status, body, **headers)
 
 
-@pytest.fixture
-def stranger() -> Iterator[Stranger]:
+@contextmanager
+def serving() -> Iterator[Stranger]:
     server = Stranger()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -122,6 +122,12 @@ def stranger() -> Iterator[Stranger]:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    with serving() as server:
+        yield server
 
 
 def result(**changed: Any) -> dict[str, Any]:
@@ -175,6 +181,22 @@ async def test_what_is_no_answer_is_an_outcome_and_never_a_number(stranger: Stra
     assert (await ask(made, Pair("", "a"))).told == ["NOT_FINITE"]
     assert {*stranger.asked} == {"/reward/v1/models", "/reward/v1/rewards"}
     assert stranger.keys == {None}
+
+
+async def test_a_proxy_gets_no_key_that_is_for_this_machine(
+    stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        monkeypatch.setenv("REMOTE_KEY", "sk-7")
+        known: dict[str, Any] = {"environment": ["HTTP_PROXY"]}
+        made = await asyncio.to_thread(remote, stranger.url, api_key="REMOTE_KEY", **known)
+        assert (await ask(made, Pair("", "a"))).told == [2.0]
+        assert stranger.keys == {"Bearer sk-7"}
+        assert proxy.asked == []
+        elsewhere = await asyncio.to_thread(remote, "http://rewards.invalid/reward", **known)
+        assert (await ask(elsewhere, Pair("", "a"))).told == [2.0]
+        assert {*proxy.asked} == {f"http://rewards.invalid/reward/v1/{path}" for path in ("models", "rewards")}
 
 
 async def test_an_answer_is_bounded_in_size_and_in_time(stranger: Stranger) -> None:
