@@ -9,7 +9,7 @@ class Silent:
     async def first(self, state: Any) -> None:
         """Writes no checkpoint."""
 
-    async def take_if_due(self, state: Any) -> None:
+    async def take_if_due(self, state: Any, *, last: bool) -> None:
         """Writes no checkpoint."""
 
     def waited_s(self) -> float:

@@ -105,9 +105,9 @@ class Disk:
         """Takes the first checkpoint."""
         self.state = state
 
-    async def take_if_due(self, state: TrainState) -> None:
-        """Takes a checkpoint every so many steps, and forgets the batches that it covers."""
-        if state.step % self._every == 0:
+    async def take_if_due(self, state: TrainState, *, last: bool) -> None:
+        """Takes a checkpoint every so many steps and after the last, and forgets the batches that it covers."""
+        if last or state.step % self._every == 0:
             await self._chance.spend("checkpoint")
             self.state = state
             self.kept = {step: batch for step, batch in self.kept.items() if step > state.step}

@@ -47,7 +47,10 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
             f"orchestrator.steps: {steps}, but the last checkpoint is of step {step}; give {step} or more"
         )
     check_layout(checkpoint.folder / PolicyLearner.name, config.policy)
-    note(f"resuming {run_dir} after step {step} of {steps}")
+    if step == steps:
+        note(f"{run_dir} is finished, at step {step}; its policy is written again, and more steps go on")
+    else:
+        note(f"resuming {run_dir} after step {step} of {steps}")
     kept = run_dir / "config.yaml"
     if kept.exists():
         before = record(read_yaml(kept))

@@ -9,8 +9,8 @@ class SnapshotsConfig(Config):
     """Checkpoints of learners, and restarts after one is lost."""
 
     every: NonNegativeInt = 10
-    """Steps between checkpoints; the first is taken before step 1. 0: never; then the run cannot be resumed, and the
-    death of a learner ends it."""
+    """Steps between checkpoints; the first is taken before step 1, and one more after the last step. 0: never; then
+    the run cannot be resumed, and the death of a learner ends it."""
     keep: Count = 2
     """Number of newest checkpoints that are kept."""
     background: bool = True

@@ -102,7 +102,8 @@ class Trainer:
                 while state.step < self._config.steps:
                     state = await self._step(state, stream, publishing)
                     with self._waits("checkpoint"):
-                        await self._checkpoints.take_if_due(state)
+                        # Also after the last step, by which a finished run is known.
+                        await self._checkpoints.take_if_due(state, last=state.step == self._config.steps)
                     await self._record.pause()
                 await publishing.settled()
             await self._policy.save(str(save_to))

@@ -27,6 +27,8 @@ except ConfigError as error:
     print("refused:", error)
 with quartet.Training("FILE", resume=True) as training:
     print("resumed:", [step.number for step in training])
+with quartet.Training("FILE", resume=True) as training:
+    print("finished:", [step.number for step in training])
 """
 
 
@@ -71,8 +73,9 @@ def test_a_run_that_is_left_is_kept_and_resumed(quartet: Quartet) -> None:
     told = _ran(quartet, "left", LEFT.replace("FILE", "left.yaml"))
     steps = int(quartet.raw["orchestrator"]["steps"])
     assert re.search(r"refused: \S*runs/left\S* already holds", told)
-    resumed = [int(number) for number in re.findall(r"\d+", told.rpartition("resumed:")[2])]
-    assert resumed[-1] == steps
+    resumed, finished = re.findall(r"(?:resumed|finished): \[(.*)\]", told)
+    assert resumed.split(", ")[-1] == str(steps)
+    assert finished == ""
     lines = read_metrics(quartet.folder / "runs/left/metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(steps + 1))
 

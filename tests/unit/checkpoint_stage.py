@@ -61,4 +61,4 @@ class Stage:
         )
 
     def checkpoint_names(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir())
+        return sorted(path.name for path in self.folder.glob("*"))

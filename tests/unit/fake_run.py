@@ -121,8 +121,8 @@ class FakeCheckpoints:
         self.journal.note("checkpoint", state.step)
         self.states.append(state)
 
-    async def take_if_due(self, state: TrainState) -> None:
-        self.journal.note("checkpoint", state.step)
+    async def take_if_due(self, state: TrainState, *, last: bool) -> None:
+        self.journal.note("checkpoint", state.step, *["last"] * last)
         self.states.append(state)
         if self.failure:
             raise self.failure

@@ -34,6 +34,16 @@ async def test_one_is_taken_before_the_first_step_and_when_due(tmp_path: Path) -
     assert (actual.folder, actual.state) == (tmp_path / "step-000030", state(30))
 
 
+async def test_one_is_taken_after_the_last_step_unless_there_are_none(tmp_path: Path) -> None:
+    for every, wanted in [(10, ["step-000000", "step-000003"]), (0, [])]:
+        stage = Stage(tmp_path / f"{every}", every=every)
+        async with stage.checkpoints as checkpoints:
+            await checkpoints.first(state(0))
+            for step in (1, 2, 3):
+                await checkpoints.take_if_due(state(step), last=step == 3)
+        assert stage.checkpoint_names() == wanted
+
+
 async def test_none_is_taken_while_steps_are_skipped_and_none_evicts_the_last_good_one(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     async with stage.checkpoints as checkpoints:

@@ -42,7 +42,7 @@ async def test_the_order_of_a_run(policy_folder: Path) -> None:
         # The last step is evaluated though 3 is not a multiple of 2.
         ("evaluate", 3, 4),
         ("log", 3),
-        ("checkpoint", 3),
+        ("checkpoint", 3, "last"),
         ("save", "saved"),
     ]
     assert stage.progress.calls == [("start", 3, 0), "before training", ("step", 1), ("step", 2), ("step", 3), "stop"]

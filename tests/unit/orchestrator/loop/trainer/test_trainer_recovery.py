@@ -33,6 +33,20 @@ async def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(policy
         assert measured[0] == measured[1]
 
 
+async def test_a_run_that_is_finished_is_not_trained_again_and_goes_on_with_more_steps(policy_folder: Path) -> None:
+    whole, again = Stage(policy_folder), Stage(policy_folder)
+    await whole.run()
+    finished = whole.checkpoints.states[-1]
+    assert finished.step == 3
+    await again.go_on(finished)
+    assert again.journal.events == [("push", 4), ("save", str(SAVE_TO))]
+    longer, straight = Stage(policy_folder, steps=5), Stage(policy_folder, steps=5)
+    await longer.go_on(finished)
+    await straight.run()
+    assert longer.policy.batches[0][1] == straight.policy.batches[3][1]
+    assert sorted(longer.log.lines) == [4, 5]
+
+
 def is_time(name: str) -> bool:
     return name.startswith(("seconds/", "tokens_per_s/", "wait/", "work/"))
 
