@@ -61,12 +61,16 @@ class Patience:
         self,
         ask: Callable[[float], Awaitable[Answer]],
         while_: Callable[[float], Awaitable[bool]] | None = None,
+        *,
+        reason: str = "",
     ) -> Answer:
         """The answer of `ask`, which gets the seconds that it may take.
 
         Args:
             ask: called again after each loss.
             while_: called after each loss with the seconds waited so far; False ends the wait with that loss.
+            reason: told while the first try goes on. Empty, for tries that keep to their seconds: nothing is told
+                before one has ended and named what it waited for.
 
         Raises:
             Unavailable: the deadline passed; the message has the reasons of the last try.
@@ -75,7 +79,6 @@ class Patience:
         deadline, began = self._deadline, self._deadline.now
         backoff, least_s = Backoff(deadline), min(FIRST_S, self._longest_try_s)
         try_s = least_s
-        reason = "a service gives no answer"
         while True:
             asking = asyncio.ensure_future(ask(max(least_s, min(try_s, deadline.left_s))))
             try:
@@ -96,7 +99,7 @@ class Patience:
 
     def _tell(self, reason: str) -> None:
         now = self._deadline.now
-        if now >= self._due:
+        if reason and now >= self._due:
             self._due = now + NOTE_EVERY_S
             self._note(f"waiting up to {self._deadline.left_s:.0f} s: {reason}")
 

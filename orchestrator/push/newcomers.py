@@ -43,13 +43,14 @@ _TRANSIENT_ERRORS = (ServiceError, RanksLost, RayError, OSError)
 
 
 class Again(Protocol):
-    """Calls something again after losses, and decides how often. It gets the seconds that one try may take."""
+    """Calls something again after losses, and decides how often. It gets the seconds that one try may take, and what
+    to tell the user of a first try that is long."""
 
-    async def __call__(self, ask: Callable[[float], Awaitable[Any]], /) -> Any: ...
+    async def __call__(self, ask: Callable[[float], Awaitable[Any]], /, *, reason: str) -> Any: ...
 
 
-async def once(ask: Callable[[float], Awaitable[Any]]) -> Any:
-    """Calls it once."""
+async def once(ask: Callable[[float], Awaitable[Any]], *, reason: str) -> Any:
+    """Calls it once, and tells nobody."""
     return await ask(START_S)
 
 
@@ -148,7 +149,7 @@ async def registered(application: str, again: Again = once) -> AsyncIterator[Des
         Unavailable: the registry did not start within START_S.
     """
     desk = Desk(application)
-    await again(lambda _: desk.open())
+    await again(lambda _: desk.open(), reason="Ray has not started the registry of rollout replicas yet")
     try:
         yield desk
     finally:

@@ -61,6 +61,23 @@ async def test_a_silent_service_gets_longer_and_longer_and_the_user_is_told_duri
 
 
 @in_virtual_time
+async def test_a_first_try_is_told_of_by_the_name_of_what_is_waited_for() -> None:
+    """Whether it keeps to its seconds, as calls of services do, or not; and however old the start is by then."""
+    notes: list[str] = []
+    patience = Patience(300, 30, lambda text: notes.append(text.partition(": ")[2]))
+    await asyncio.sleep(100)
+    await patience(Service(102, silent=True).info)
+    assert notes == ["critic.Info: no answer within 3 s"]
+    notes.clear()
+
+    async def start(_: float) -> None:
+        await asyncio.sleep(35)
+
+    await patience(start, reason="Ray has not started the registry yet")
+    assert notes == ["Ray has not started the registry yet"] * 3
+
+
+@in_virtual_time
 async def test_the_deadline_ends_it_with_that_name() -> None:
     patience = Patience(45, 30, lambda text: None)
     with pytest.raises(
