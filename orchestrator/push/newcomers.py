@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.push.pusher import WeightPusher
 from protos import common_pb2
 from quartet.ranks.group import RanksLost
+from quartet.threads import DaemonThread
 from quartet.weight_transfer.registry import (
     NAME_ERRORS,
     NAMESPACE,
@@ -29,13 +30,15 @@ from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 
 log = logging.getLogger("quartet")
 
+Result = TypeVar("Result")
+
 RETRY_S = 1.0
 LOOK_S = 0.5
 """Seconds between two looks whether a replica that joins has died."""
 START_S = 60
 """Seconds within which a registry has to start."""
 ANSWER_S = 10
-"""Seconds within which a registry has to answer."""
+"""Seconds within which a registry has to answer, and Ray for ending those that are left."""
 WAIT_S = 2.0
 """Seconds after which the registry says that none has applied."""
 _TRANSIENT_ERRORS = (ServiceError, RanksLost, RayError, OSError)
@@ -50,7 +53,7 @@ class Again(Protocol):
 
 
 async def once(ask: Callable[[float], Awaitable[Any]], *, reason: str) -> Any:
-    """Calls it once, and tells nobody."""
+    """Calls it once."""
     return await ask(START_S)
 
 
@@ -66,6 +69,7 @@ class Desk:
         self._number = 0
         self._registry: Any = None
         self._answers = False
+        self._thread = DaemonThread("registry of rollout replicas")
 
     async def open(self) -> None:
         """Opens the next registry, and ends those before it, also of an earlier run.
@@ -75,30 +79,37 @@ class Desk:
         """
         registry: Any = None
         try:
-            number = 1 + (self._number or max(registries(self._application), default=0))
-            name = registry_name(self._application, number)
-            options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "num_cpus": 0}
-            # Beside the run, so that no other node takes it along.
-            beside = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-            # Newcomers wait in it without a deadline. One that dies keeps its name, as Ray starts it again: without
-            # any, a newcomer would begin with weights of its own.
-            options |= {"scheduling_strategy": beside, "max_concurrency": 10_000, "max_restarts": -1}
-            registry = ray.remote(Registry).options(**options).remote()
             async with asyncio.timeout(START_S):
+                # One that Ray begins to start after the deadline ends with its handle, which nothing keeps.
+                number, registry = await self._asked(self._begun)
                 await registry.__ray_ready__.remote()
         except (TimeoutError, RayError, ValueError) as error:
             if registry is not None:
-                ray.kill(registry)
+                with contextlib.suppress(TimeoutError, RayError):
+                    async with asyncio.timeout(ANSWER_S):
+                        await self._asked(partial(ray.kill, registry))
             why = _why(error, START_S)
             raise Unavailable(
                 f"Ray did not start the registry of rollout replicas {why}; is the machine overloaded?"
             ) from None
         self._number, self._registry, self._answers = number, registry, True
-        self._end(number)
+        await self._end(number)
 
-    def close(self) -> None:
-        """Ends the registry."""
-        self._end(self._number + 1)
+    def _begun(self) -> tuple[int, Any]:
+        """The next registry, which starts, with its number before it."""
+        number = 1 + (self._number or max(registries(self._application), default=0))
+        name = registry_name(self._application, number)
+        options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "num_cpus": 0}
+        # Beside the run, so that no other node takes it along.
+        beside = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        # Newcomers wait in it without a deadline. One that dies keeps its name, as Ray starts it again: without any,
+        # a newcomer would begin with weights of its own.
+        options |= {"scheduling_strategy": beside, "max_concurrency": 10_000, "max_restarts": -1}
+        return number, ray.remote(Registry).options(**options).remote()
+
+    async def close(self) -> None:
+        """Ends the registry, unless Ray takes too long; then it ends with the run."""
+        await self._end(self._number + 1)
 
     async def applicants(self) -> dict[str, Applicant]:
         """The replicas that wait in the registry; empty if none came within WAIT_S.
@@ -125,13 +136,21 @@ class Desk:
                 f"their registry did not answer {_why(error, timeout_s)}; another takes its place"
             ) from None
 
-    def _end(self, below: int) -> None:
+    async def _end(self, below: int) -> None:
         # One that Ray does not name now ends with its run, and until then no replica applies to it.
-        with contextlib.suppress(RayError):
-            for number in registries(self._application):
-                if number < below:
-                    with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
-                        ray.kill(ray.get_actor(registry_name(self._application, number), namespace=NAMESPACE))
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(ANSWER_S):
+                for number in await self._asked(partial(registries, self._application)):
+                    if number < below:
+                        name = registry_name(self._application, number)
+                        with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
+                            ended = await self._asked(partial(ray.get_actor, name, NAMESPACE))
+                            await self._asked(partial(ray.kill, ended))
+
+    async def _asked(self, call: Callable[[], Result]) -> Result:
+        """The result of a call that waits for Ray's GCS, in a thread: however long that takes, the run's leases are
+        renewed."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
 
 def _why(error: Exception, within_s: float) -> str:
@@ -153,7 +172,7 @@ async def registered(application: str, again: Again = once) -> AsyncIterator[Des
     try:
         yield desk
     finally:
-        desk.close()
+        await desk.close()
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -92,6 +93,36 @@ async def test_a_registry_that_a_signal_stops_is_left_for_the_next_and_ends_when
             frozen.resume()
         await asyncio.to_thread(frozen.wait, 30)
         assert await desk.applicants() == {}
+    await left([])
+
+
+async def test_a_registry_that_ray_starts_too_late_leaves_its_number_to_the_next(
+    on_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with registered(APPLICATION) as desk:
+        [number] = registries(APPLICATION)
+        late = threading.Event()
+
+        def named(application: str, number: int) -> str:
+            assert late.wait(60)
+            return registry_name(application, number)
+
+        monkeypatch.setattr(newcomers, "registry_name", named)
+        monkeypatch.setattr(newcomers, "START_S", 0.1)
+        with pytest.raises(Unavailable):
+            await desk.open()
+        monkeypatch.undo()
+        late.set()
+
+        async def opened() -> bool:
+            with suppress(Unavailable):
+                await desk.open()
+                return True
+            return False
+
+        await eventually(opened, 60)
+        assert await desk.applicants() == {}
+        await left([number + 1])
     await left([])
 
 

@@ -62,7 +62,7 @@ async def test_a_silent_service_gets_longer_and_longer_and_the_user_is_told_duri
 
 @in_virtual_time
 async def test_a_first_try_is_told_of_by_the_name_of_what_is_waited_for() -> None:
-    """Whether it keeps to its seconds, as calls of services do, or not; and however old the start is by then."""
+    """A try may keep to its seconds, as calls of services do, or not; and the start may be old by then."""
     notes: list[str] = []
     patience = Patience(300, 30, lambda text: notes.append(text.partition(": ")[2]))
     await asyncio.sleep(100)

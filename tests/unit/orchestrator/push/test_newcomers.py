@@ -1,6 +1,8 @@
 """The task that lets newcomers in: what may mend itself is retried, anything else ends the run and is not silent."""
 
 import asyncio
+import threading
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -203,12 +205,62 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(registry, "list_named_actors", fake.list_named_actors)
     context = SimpleNamespace(current_actor=None, get_node_id=lambda: "0" * 56)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-
-    async def at_once(function: Any, *arguments: Any) -> Any:
-        return function(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", at_once)  # virtual time would jump on while a thread works
     return fake
+
+
+@pytest.fixture
+async def slow_ray(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """A Ray whose calls the event loop carries out: TimeoutError where that waits for them."""
+    loop, begun = asyncio.get_running_loop(), fake_ray.options
+
+    def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+        async def carried_out(*arguments: Any, **options: Any) -> Any:
+            return call(*arguments, **options)
+
+        return lambda *arguments, **options: asyncio.run_coroutine_threadsafe(
+            carried_out(*arguments, **options), loop
+        ).result(10)
+
+    monkeypatch.setattr(fake_ray, "options", lambda **given: SimpleNamespace(remote=slow(begun(**given).remote)))
+    for name in ("get_actor", "kill"):
+        monkeypatch.setattr(ray, name, slow(getattr(fake_ray, name)))
+    monkeypatch.setattr(registry, "list_named_actors", slow(fake_ray.list_named_actors))
+    return fake_ray
+
+
+async def test_the_run_goes_on_while_ray_takes_its_time(slow_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_ray.actors["weights of rollout 1"] = FakeActor(0)
+    async with registered("rollout") as desk:
+        assert slow_ray.actors.keys() == {"weights of rollout 2"}
+        slow_ray.actor(2).dies = True
+        with pytest.raises(Unavailable):
+            await desk.applicants()
+        monkeypatch.setattr(newcomers, "WAIT_S", 0.01)
+        assert await desk.applicants() == {}
+        assert slow_ray.actors.keys() == {"weights of rollout 3"}
+    assert not slow_ray.actors
+
+
+async def test_a_ray_that_answers_nothing_keeps_no_run_from_its_end(
+    slow_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = threading.Event()
+
+    def silent(**_: Any) -> Any:
+        assert end.wait(60)
+        return []
+
+    try:
+        async with asyncio.timeout(30):
+            async with registered("rollout"):
+                monkeypatch.setattr(registry, "list_named_actors", silent)
+                monkeypatch.setattr(newcomers, "ANSWER_S", 0.01)
+            monkeypatch.setattr(newcomers, "START_S", 0.01)
+            with pytest.raises(Unavailable, match=r"did not start the registry .* within 0\.01 s"):
+                async with registered("rollout"):
+                    pytest.fail("opened")
+    finally:
+        end.set()
 
 
 class FakeMember:
@@ -323,9 +375,9 @@ async def test_a_run_that_was_taken_over_ends_no_registry_of_the_others(fake_ray
     assert await ours.applicants() == {}  # number 2, which is free again, and to which no replica applies
     assert registry.registries("rollout") == [2, 3]
     assert await theirs.applicants() == {}
-    ours.close()
+    await ours.close()
     assert registry.registries("rollout") == [3]
-    theirs.close()
+    await theirs.close()
     assert not fake_ray.actors
 
 
