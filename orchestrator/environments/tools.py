@@ -48,9 +48,14 @@ class Tools(Environment):
         kinds = [kind for kind in reversed(type(self).__mro__) if issubclass(kind, Tools) and kind is not Tools]
         names = dict.fromkeys(name for kind in kinds for name in vars(kind) if not name.startswith("_"))
         public = [name for name in names if _is_method(inspect.getattr_static(self, name))]
+        kind = f"{type(self).__module__}:{type(self).__qualname__}"
         if taken := [name for name in public if hasattr(Tools, name) and not self._is_own_answer(name)]:
-            kind = f"{type(self).__module__}:{type(self).__qualname__}"
             raise ConfigError(f"{FIELD}: {kind}.{taken[0]}: every environment has this name; a tool needs another")
+        most: object = self.longest_answer
+        if type(most) is not int or most < 1:
+            raise ConfigError(
+                f"{FIELD}: {kind}.longest_answer: should be a whole number of characters, 1 or more, got {most!r}"
+            )
         found = {name: _described(self, name) for name in public if name != "answer"}
         if not found:
             raise ConfigError(f"{FIELD}: {self.name} has no tools; each public method that it defines is one")

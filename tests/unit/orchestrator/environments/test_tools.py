@@ -5,6 +5,7 @@ import datetime
 import functools
 import inspect
 import json
+import re
 import threading
 from typing import Any, Literal
 
@@ -362,6 +363,14 @@ class Odd:
 )
 def test_what_cannot_be_described_is_told_with_its_name(kind: type[Tools], told: str) -> None:
     with pytest.raises(ConfigError, match=rf"^orchestrator\.environment\.kind: {told}"):
+        _ = kind().tools
+
+
+@pytest.mark.parametrize("most", ["100", 0, -5, 65536.0, None, True])
+def test_a_longest_answer_that_is_no_number_of_characters_is_told(most: Any) -> None:
+    kind = type("Mine", (Calculator,), {"__module__": "mine", "longest_answer": most})
+    said = r"^orchestrator\.environment\.kind: mine:Mine\.longest_answer: should be a whole number of .*, got "
+    with pytest.raises(ConfigError, match=said + re.escape(repr(most))):
         _ = kind().tools
 
 
