@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Self, TypeGuard
@@ -47,8 +47,8 @@ class Answers:
         self._threads: AbstractAsyncContextManager[None] = (
             nullcontext() if self._on_loop else asyncio.Semaphore(THREADS)
         )
-        # Each takes a process.
-        self._rendered = Together(self._follow, "chat template")
+        # Long answers take seconds. The messages in them take a process, as calls do.
+        self._encoded = Together(self._encode, "answers of the environment")
         form = form_of(environment, config.data.chat_template, tokenizer)
         self._read = None if form is None else Together(form.read, "calls of tools")
 
@@ -81,17 +81,24 @@ class Answers:
         messages, wrong = (answer.messages, answer.wrong) if isinstance(answer, Results) else (answer, 0)
         calls, wrong = conversation.calls + len(turn.calls), conversation.wrong_calls + wrong
         conversation = replace(conversation, calls=calls, wrong_calls=wrong)
-        ids = await self._ids(messages, turn, where)
+        ids, text = await self._encoded((messages, turn, where))
         if conversation.follows + len(ids) > self._room:
             return replace(conversation, truncated=True)
-        return replace(conversation.answered(ids), texts=(*conversation.texts, self._text(ids)))
+        return replace(conversation.answered(ids), texts=(*conversation.texts, text))
 
-    async def _ids(self, answer: Any, turn: Turn, where: str) -> Ints:
-        """The answer's token ids. ConfigError for what is none."""
+    def _encode(self, asked: Sequence[tuple[Any, Turn, str]]) -> list[tuple[Ints, str]]:
+        """The token ids and the texts of answers, each with its turn and the place with which errors begin."""
+        messages = [(answer, where) for answer, _, where in asked if _is_messages(answer)]
+        rendered = iter(self._follow(messages) if messages else [])
+        return [(ids, self._text(ids)) for ids in [self._ids(*each, rendered) for each in asked]]
+
+    def _ids(self, answer: Any, turn: Turn, where: str, rendered: Iterator[str]) -> Ints:
+        """The answer's token ids; of messages those of the next text that is `rendered`. ConfigError for what is
+        none."""
         if isinstance(answer, str):
             ids = self._tokenised(answer, where)
         elif _is_messages(answer):
-            ids = self._tokenised(await self._rendered((answer, where)), where)
+            ids = self._tokenised(next(rendered), where)
             if turn.ended and len(ids) and self._is_brought(int(ids[0]), int(turn.ids[-1])):
                 ids = ids[1:]
         else:

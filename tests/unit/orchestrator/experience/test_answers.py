@@ -54,11 +54,14 @@ class Awaited(Told):
         return super().answer(turn)
 
 
-def asking(folder: Path, environment: Environment, stops: tuple[int, ...] = (), **bounds: Any) -> Answers:
+def asking(
+    folder: Path, environment: Environment, stops: tuple[int, ...] = (), tokenizer: Any = None, **bounds: Any
+) -> Answers:
     given = {"kind": "a:B", "max_tokens": 40} | bounds
     config = make_config(folder, environment=given, sampling={"max_new_tokens": 4, "stop_token_ids": stops})
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    if tokenizer is None:
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = TEMPLATE
     return Answers(environment, config, tokenizer, (EOS, OTHER_END, *stops))
 
 
@@ -126,6 +129,29 @@ async def test_messages_that_come_together_are_rendered_together(
     assert [segments(each)[2] for each in given] == [[4, 20, 30 + number, EOS, 5] for number in range(6)]
     assert sum(rendered) == 6
     assert len(rendered) <= 2
+
+
+class OffLoop:
+    """A tokenizer that needs the event loop for each text: TimeoutError where that waits for it."""
+
+    def __init__(self) -> None:
+        self._tokenizer, self._loop = make_tokenizer(), asyncio.get_running_loop()
+        self._tokenizer.chat_template = TEMPLATE
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(10)
+        return self._tokenizer(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("kind", [Told, Awaited])
+async def test_the_run_goes_on_while_answers_are_tokenised(kind: type[Told], policy_folder: Path) -> None:
+    given = [[{"role": "w20", "content": "w30"}], "w31", [32], [{"role": "w21", "content": "w33"}]]
+    answers = asking(policy_folder, kind(lambda turn: given[turn.sample]), tokenizer=OffLoop())
+    told = await asyncio.gather(*(answers.to(after(12, EOS, number=number)) for number in range(4)))
+    assert [segments(each)[2] for each in told] == [[4, 20, 30, EOS, 5], [31], [32], [4, 21, 33, EOS, 5]]
 
 
 async def test_a_conversation_ends_by_none_and_after_its_last_turn(policy_folder: Path) -> None:
