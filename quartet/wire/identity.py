@@ -10,6 +10,8 @@ _HASHED_WHOLE_BYTES = 256 << 20
 """Size of a file up to which all of it is hashed."""
 _HASHED_END_BYTES = 32 << 20
 """Bytes at each end of a larger file that are hashed."""
+_OF_HUB = "models--"
+"""Beginning of a model's folder in huggingface_hub's cache: models--ORG--NAME/snapshots/COMMIT."""
 
 
 def model_hash(folder: str | Path) -> str:
@@ -46,9 +48,12 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def folder_name(folder: str) -> str:
-    """The last part of a model folder's path; of one called `model`, as trainings call theirs, with the part above.
-    Callers learn this name; the rest of the path is the machine's own."""
+    """The last part of a model folder's path; of one called `model`, as trainings call theirs, with the part above;
+    in a hub's cache the model's name, as the last part is a commit. Callers learn this name; the rest of the path is
+    the machine's own."""
     path = Path(folder).resolve()
+    if path.parent.name == "snapshots" and (kept := path.parents[1].name).startswith(_OF_HUB):
+        return kept.removeprefix(_OF_HUB).replace("--", "/")
     return f"{path.parent.name}/{path.name}" if path.name == "model" and path.parent.name else path.name
 
 

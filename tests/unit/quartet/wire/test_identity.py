@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from orchestrator.deployment.facts.hub import HuggingFace
 from quartet.wire.identity import describe_model, folder_name, model_hash, tokenizer_hash
 from tests.models import make_policy, make_tokenizer
 
@@ -84,3 +85,11 @@ def test_what_info_says_of_a_model(policy_folder: Path) -> None:
 def test_models_that_trainings_write_are_told_apart() -> None:
     folders = ("models/reward", "runs/reward/model", "runs/sft/model/", "/model")
     assert [*map(folder_name, folders)] == ["reward", "reward/model", "sft/model", "model"]
+
+
+def test_a_model_of_a_hub_has_its_name_and_not_that_of_its_commit() -> None:
+    commit = "7ae557604adf67be50417f59c2c2f167def9a775"
+    hub = HuggingFace()
+    folders = [str(hub.folder(name, commit, "model")) for name in ("Qwen/Qwen2.5-0.5B", "gpt2")]
+    assert [*map(folder_name, folders)] == ["Qwen/Qwen2.5-0.5B", "gpt2"]
+    assert folder_name(f"mine/snapshots/{commit}") == commit
