@@ -222,6 +222,15 @@ class RegexScorerConfig(_AnswerKind):
     """Match the whole answer, not some part of it."""
 
 
+class ColumnScorerConfig(_Kind):
+    """The number in a column of the pair: what an agent returned, or what a data set holds."""
+
+    kind: Literal["column"]
+    """Kind of the scorer."""
+    column: Annotated[str, Field(min_length=1)] = "result"
+    """Name of the column. An agent's result is in `result`."""
+
+
 class JsonSchemaScorerConfig(_AnswerKind):
     """1 if the answer is JSON that the schema admits, else 0."""
 
@@ -416,6 +425,7 @@ AnyWorkerScorerConfig = (
     FunctionScorerConfig
     | ExactScorerConfig
     | RegexScorerConfig
+    | ColumnScorerConfig
     | JsonSchemaScorerConfig
     | MathScorerConfig
     | CodeScorerConfig

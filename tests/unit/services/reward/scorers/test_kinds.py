@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -95,6 +96,17 @@ def test_regular_expressions() -> None:
     assert told(whole, [("77", ""), ("77 ", "")]) == [1, 0]
     own = made(kind="regex")
     assert told(own, [("7", r"^\d$"), ("x", r"^\d$"), ("7", "("), ("7", "")]) == [1, 0, *[NOT_APPLICABLE] * 2]
+
+
+def test_a_column_holds_the_score_itself() -> None:
+    values: list[Any] = [0.25, 3, True, "0.5", None, [1], math.inf, 10**400]
+    none = [NOT_APPLICABLE] * 5
+    scorer = made(kind="column")
+    assert told(scorer, [Pair("", "", columns={"result": value}) for value in values]) == [0.25, 3, 1, *none]
+    assert told(made(kind="column", column="quality"), [Pair("", "", columns={"quality": 7}), ("", "")]) == [
+        7,
+        NOT_APPLICABLE,
+    ]
 
 
 def test_a_regular_expression_without_end_costs_its_pair_alone() -> None:
