@@ -1,16 +1,17 @@
 """A conversation: a prompt and a response, or several with answers between them, while it is sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
+from orchestrator.environments.agent import RESULT
 from orchestrator.experience.requests import SampleRequest
 from quartet.columns import Columns
 from quartet.trajectory import Segment, Trajectory, columns_of
 from quartet.wire.codec import Ints
-from services.rollout.sample import FinishReason, Sample
+from services.rollout.sample import FinishReason, Sample, seed_of_turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +30,8 @@ class Conversation:
     """Number of calls of tools that were answered."""
     wrong_calls: int = 0
     """Number of those that could not be made as they were written."""
+    result: Any = None
+    """Value that an agent returned at its end."""
     truncated: bool = False
     """True if the limit on length cut the last response off, or left no room for another one."""
 
@@ -50,12 +53,20 @@ class Conversation:
         return sum(len(segment.ids) for segment in self.segments[1:])
 
     @property
+    def sampled(self) -> int:
+        """Number of tokens of its responses."""
+        return sum(len(segment.ids) for segment in self.segments if segment.sampled)
+
+    @property
     def seed(self) -> int | None:
-        """Seed of the next response. With that of the first, the engine would draw the same numbers again."""
-        seed = self.request.seed
-        if seed is None or self.turn == 0:
-            return seed
-        return int(np.random.SeedSequence([seed, self.turn]).generate_state(1, np.uint64)[0] >> 1)
+        """Seed of the next response; None for the engine's own."""
+        return None if self.request.seed is None else seed_of_turn(self.request.seed, self.turn)
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Further columns for the reward."""
+        columns = self.request.prompt.columns
+        return columns if self.result is None else {**columns, RESULT: self.result}
 
     def responded(self, sample: Sample) -> Self:
         """The conversation with one more response at its end."""

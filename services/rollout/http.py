@@ -18,6 +18,7 @@ from quartet.wire.errors import InvalidArgument
 from services.rollout.metrics import Counts, Line, exposition
 from services.rollout.openai_fields import read
 from services.rollout.session_holder import OpenSession, SessionStore
+from services.rollout.session_terms import terms_of
 from services.rollout.session_trajectory import as_json
 from services.rollout.sessions import MOST_OF_A_SESSION
 
@@ -66,6 +67,8 @@ class Served:
     """Returns the name of the run that holds the replica; empty if none does."""
     beat: Callable[[], None]
     """Raises Unavailable if the engine stands still."""
+    check: Callable[["pb.GenerateRequest"], None] = lambda request: None
+    """Raises unless the lease of a request holds the replica, which serves one of its versions."""
     proved: Callable[[], "pb.Proof | None"] = lambda: None
     """Returns the last proof of the run's pushes; None before one."""
 
@@ -138,11 +141,10 @@ class Door:
             return Response(text, media_type="application/json")
         told: dict[str, Any] = {"session_id": name}
         if path == "/rl/start_session":
-            temperature = given.get("temperature")
-            if temperature == 0:
-                raise InvalidArgument("temperature: 0; should be above 0 in a session, whose tokens are trained on")
-            await ask("start", *who, self._sessions.tokenizer, given.get("task_id", ""), temperature)
+            terms = terms_of(given, caller)
+            await ask("start", *who, self._sessions.tokenizer, given.get("task_id", ""), terms)
             told["api_key"] = request.headers.get(KEY)
+            told["model"] = (await self._completions.models())["data"][0]["id"]
         elif path == "/rl/set_reward":
             if "reward" not in given:
                 raise InvalidArgument("reward: missing; should be a number")

@@ -12,7 +12,8 @@ from typing import Any
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.json_bounds import MOST_ELEMENTS, check_bounds
 from quartet.wire.json_object import json_object
-from services.rollout.sample import COLDEST, HOTTEST, MOST_STOPS
+from services.rollout.sample import COLDEST, HOTTEST, MOST_STOPS, seed_of_turn
+from services.rollout.session_terms import LONGEST_KEPT_S, Terms
 from services.rollout.sessions import LONGEST_TASK
 
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
@@ -59,6 +60,9 @@ _INTEGERS: Mapping[str, tuple[int, int]] = {
     "top_logprobs": (0, MOST_LIKELIEST),
     "prompt_logprobs": (0, MOST_LIKELIEST),
     "group_size": (1, 1),
+    "max_length": (1, _INT32),
+    "min_version": (0, _INT32),
+    "max_version": (0, _INT32),
     NO_EXPERTS: (0, _INT32),
 }
 _NUMBERS: Mapping[str, tuple[float, float]] = {
@@ -67,7 +71,10 @@ _NUMBERS: Mapping[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-_REWARDS: Mapping[str, tuple[float, float]] = {"reward": (-LARGEST_REWARD, LARGEST_REWARD)}
+_OF_SESSIONS: Mapping[str, tuple[float, float]] = {
+    "reward": (-LARGEST_REWARD, LARGEST_REWARD),
+    "kept_s": (1.0, LONGEST_KEPT_S),
+}
 _FLAGS = frozenset(
     {
         *("stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens"),
@@ -93,7 +100,8 @@ FIELDS: Mapping[str, frozenset[str]] = {
     | {"chat_template_kwargs", "tools"}
     | _TEMPLATE_FLAGS,
     "/detokenize": frozenset({"model", "tokens"}),
-    "/rl/start_session": frozenset({"task_id", "group_size", "temperature"}),
+    "/rl/start_session": frozenset({"task_id", "group_size", "temperature", "seed", "max_tokens", "max_length"})
+    | {"kept_s", "lease", "min_version", "max_version", "purpose"},
     "/rl/set_reward": frozenset({"reward", "interaction_id"}),
     "/rl/end_session": frozenset(),
     "/rl/trajectory": frozenset({"session_id", "remove"}),
@@ -179,8 +187,8 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
     return prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
 
 
-def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """The fields of a request within a session, with the session's temperature.
+def of_session(given: Mapping[str, Any], terms: Terms, turn: int) -> dict[str, Any]:
+    """The fields of a request within a session, on the session's terms. `turn` is the number of requests before it.
 
     Raises:
         InvalidArgument: a field would have the tokens come from another distribution than the one that is trained, or
@@ -188,7 +196,7 @@ def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, 
     """
     sampling = given.get("sampling_params", given)
     wrong: Mapping[str, tuple[Any, ...]] = {
-        **{"temperature": (temperature,), "top_p": (1,), "top_k": (0, -1), "presence_penalty": (0,)},
+        **{"temperature": (terms.temperature,), "top_p": (1,), "top_k": (0, -1), "presence_penalty": (0,)},
         **{"frequency_penalty": (0,), "min_tokens": (0,), "prompt_logprobs": (), "echo": (False,), "n": (1,)},
         **{"add_generation_prompt": (True,), "continue_final_message": (False,)},
     }
@@ -200,9 +208,18 @@ def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, 
                     f"{name}: {str(holder[name])[:32]}; should be {should} in a session, whose tokens are trained on "
                     "with the log-probs of the policy as it is"
                 )
+    ours: dict[str, Any] = {"temperature": terms.temperature}
+    if terms.seed is not None:
+        # The request's own counts for nothing: agents often send the same each time, and so would draw the same.
+        ours["seed"] = seed_of_turn(terms.seed, turn)
+    if terms.max_tokens is not None:
+        asked = [int(sampling[name]) for name in ("max_tokens", "max_completion_tokens") if name in sampling]
+        ours["max_tokens"] = min([terms.max_tokens, *asked])
     if "sampling_params" in given:
-        return {**given, "sampling_params": {**sampling, "temperature": temperature}}
-    return {**given, "temperature": temperature}
+        return {**given, "sampling_params": {**sampling, **ours}}
+    if "max_tokens" in ours:  # which the other would go before
+        given = {name: value for name, value in given.items() if name != "max_completion_tokens"}
+    return {**given, **ours}
 
 
 def _check_numbers(given: Mapping[str, Any], *, of_chat: bool = False) -> None:
@@ -214,7 +231,7 @@ def _check_numbers(given: Mapping[str, Any], *, of_chat: bool = False) -> None:
     for name, (least, most) in _INTEGERS.items():
         if name in given:
             _check_number(name, given[name], least, most, whole=True)
-    for name, (low, high) in {**_NUMBERS, **_REWARDS}.items():
+    for name, (low, high) in {**_NUMBERS, **_OF_SESSIONS}.items():
         if name in given:
             _check_number(name, given[name], low, high, whole=False)
     if given.get("max_tokens") == 0 and not given.get("echo"):

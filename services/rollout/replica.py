@@ -99,7 +99,9 @@ class Rollout(HealthMixin, HttpMixin):
     def _opened(self, config: RolloutConfig, application: str) -> Door | None:
         member = self._member
         served = Served(
-            self._engine, self._admission, self._slots, lambda: member.run, self._pulse.beat, lambda: member.proved
+            *(self._engine, self._admission, self._slots, lambda: member.run, self._pulse.beat),
+            check=self._check_held,
+            proved=lambda: member.proved,
         )
         made = completions(config, served)
         held, desk = HeldSessions(application, self._model.tokenizer_hash), Desk(config.limits)
@@ -136,8 +138,7 @@ class Rollout(HealthMixin, HttpMixin):
     @translated_stream
     async def Generate(self, request: pb.GenerateRequest, share: Share) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Samples one response per prompt and streams the samples as they finish."""
-        self._check_lease(request)
-        self._check_version(request)
+        self._check_held(request)
         sampling = Sampling.from_wire(request.sampling)
         self._check_sampling(sampling)
         packed, begun = PackedSequences.of(request.prompts), PackedSequences.of(request.begun)
@@ -152,6 +153,11 @@ class Rollout(HealthMixin, HttpMixin):
                 async for answer in answers:
                     answer.replica = self._replica
                     yield answer
+
+    def _check_held(self, request: pb.GenerateRequest) -> None:
+        """Raises unless the lease of the request holds this replica, which serves one of its versions."""
+        self._check_lease(request)
+        self._check_version(request)
 
     def _check_lease(self, request: pb.GenerateRequest) -> None:
         """A run that was taken over gets no more samples. Calls that name no version need no lease."""

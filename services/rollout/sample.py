@@ -19,6 +19,14 @@ COLDEST, HOTTEST = 0.01, 2.0
 """Lowest temperature above 0 that vLLM samples at, as it raises lower ones, and the highest that it takes."""
 
 
+def seed_of_turn(seed: int, turn: int) -> int:
+    """Seed of a response in a conversation, from that of the first: with the same the engine would draw the same
+    numbers again. `turn` counts from 0."""
+    if turn == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> 1)
+
+
 class FinishReason(StrEnum):
     """Reason for which a response ended."""
 

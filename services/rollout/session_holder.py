@@ -17,7 +17,7 @@ from quartet.trajectory import Segment
 from quartet.weight_transfer.registry import NAME_ERRORS, NAMESPACE
 from quartet.wire.codec import Ints
 from quartet.wire.errors import NotFound, ServiceError, Unavailable
-from services.rollout.sessions import Begun, Recorded, Sessions
+from services.rollout.sessions import Admitted, Recorded, Sessions
 
 ANSWER_S = 10.0
 """Longest wait for the holder's answer, in seconds."""
@@ -49,18 +49,20 @@ class OpenSession:
     """Name of the caller that started it."""
     name: str
 
-    async def begun(self, digests: Sequence[bytes]) -> tuple[Begun, float]:
+    async def begun(self, digests: Sequence[bytes]) -> Admitted:
         """The tokens on which a request goes on. See Sessions.begun."""
-        begun: tuple[Begun, float] = await self.store.ask(
-            "begun", self.owner, self.name, digests, self.store.tokenizer
-        )
+        begun: Admitted = await self.store.ask("begun", self.owner, self.name, digests, self.store.tokenizer)
         return begun
 
+    async def fill(self) -> None:
+        """Notes that a request left no room for a response. See Sessions.fill."""
+        await self.store.ask("fill", self.owner, self.name)
+
     async def record(
-        self, interaction: str, prompt_ids: Ints, response: Segment, digest: bytes, checksum: str
+        self, interaction: str, prompt_ids: Ints, response: Segment, digest: bytes, checksum: str, finish_reason: str
     ) -> Recorded:
         """Has the session hold a response. See Sessions.record."""
-        args = self.owner, self.name, interaction, prompt_ids, response, digest, checksum
+        args = self.owner, self.name, interaction, prompt_ids, response, digest, checksum, finish_reason
         recorded: Recorded = await self.store.ask("record", *args)
         return recorded
 

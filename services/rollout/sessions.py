@@ -8,7 +8,7 @@ from them, and what the policy sampled is trained on as it was sampled.
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 from quartet.trajectory import Segment, VersionSpans
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from services.rollout.session_terms import Terms
 
 MOST_SESSIONS = 4096
 """Sessions at a time with which callers that hold more than their part get no other; one has half of them at most."""
@@ -24,8 +25,6 @@ MOST_BYTES, MOST_OF_A_SESSION = 1 << 30, 8 << 20
 """The same in bytes of their tokens, and most bytes of one session."""
 MOST_TURNS = 1024
 """Most responses of a session."""
-KEPT_S = 3600.0
-"""Seconds after its last call for which a session is kept."""
 PAUSE_S = 5.0
 """Pause that a caller is asked to make where there are too many."""
 LONGEST_TASK = 256
@@ -45,6 +44,15 @@ class Begun(NamedTuple):
 
 NOTHING = Begun(np.empty(0, np.int32), 0)
 """The tokens before a request that begins a conversation: none."""
+
+
+class Admitted(NamedTuple):
+    """Tokens and terms on which a request of a session goes on."""
+
+    begun: Begun
+    terms: Terms
+    turn: int
+    """Number of requests before it."""
 
 
 class Recorded(NamedTuple):
@@ -100,6 +108,8 @@ class _Turn:
     """Digest of the messages up to its own; empty if none were sent."""
     checksum: str
     """Checksum of the weights of its last token."""
+    finish_reason: str
+    """Reason for which it ended: stop, or length."""
     reward: float | None = None
 
 
@@ -108,8 +118,12 @@ class _Session:
     owner: str
     tokenizer: str
     task: str
-    temperature: float
+    terms: Terms
     touched: float
+    asked: int = 0
+    """Number of requests."""
+    full: bool = False
+    """True if a request was refused as its prompt left no room for a response."""
     sequences: list[_Sequence] = field(default_factory=list)
     turns: list[_Turn] = field(default_factory=list)
     reward: float | None = None
@@ -146,36 +160,38 @@ class Sessions:
         self.forks = 0
         """Number of forks that were counted, also of sessions that are gone."""
 
-    def start(self, owner: str, name: str, tokenizer: str, task: str = "", temperature: float | None = None) -> None:
-        """Starts a session, by default of temperature 1, or finds that of a caller which asks for its key again.
+    def start(
+        self, owner: str, name: str, tokenizer: str, task: str = "", terms: Mapping[str, Any] | None = None
+    ) -> None:
+        """Starts a session, or finds that of a caller which asks for its key again.
 
         Args:
             owner, name: the caller, and the session.
             tokenizer: hash of the tokenizer of its tokens.
             task: label for the caller's own use.
-            temperature: at which it is sampled.
+            terms: fields of Terms that are not as by default; None for none.
 
         Raises:
             NotFound: it is another caller's.
-            InvalidArgument: it was started with another temperature.
+            InvalidArgument: it was started on other terms.
             ResourceExhausted: there are too many, or they hold too much.
         """
         self._forget()
         if name in self._sessions:
-            has = self._of(owner, name).temperature
-            if temperature not in (None, has):
-                raise InvalidArgument(f"temperature: {temperature:g}; should be {has:g}, as {name} was started with")
+            has = self._of(owner, name).terms
+            for term, value in (terms or {}).items():
+                if value != (should := getattr(has, term)):
+                    raise InvalidArgument(f"{term}: {value!r}; should be {should!r}, as {name} was started with")
             return
         self._check_room(owner, self._count, MOST_SESSIONS, "sessions")
         self._check_room(owner, self._bytes, MOST_BYTES, "bytes of sessions")
-        hot = 1.0 if temperature is None else temperature
-        self._sessions[name] = _Session(owner, tokenizer, task, hot, self._clock())
+        self._sessions[name] = _Session(owner, tokenizer, task, Terms(**(terms or {})), self._clock())
         self._count[owner] += 1
         self._bytes[owner] += self._sessions[name].bytes
 
-    def begun(self, owner: str, name: str, digests: Sequence[bytes], tokenizer: str) -> tuple[Begun, float]:
+    def begun(self, owner: str, name: str, digests: Sequence[bytes], tokenizer: str) -> Admitted:
         """The tokens on which a request goes on by its messages, the most of which a response of the session ended;
-        and the session's temperature.
+        and the terms on which it is sampled.
 
         Args:
             owner, name: the caller, and the session.
@@ -199,13 +215,15 @@ class Sessions:
                 f"{MOST_OF_A_SESSION}. End it and start another"
             )
         self._check_room(owner, self._bytes, MOST_BYTES, "bytes of sessions")
+        asked, session.asked = session.asked, session.asked + 1
         places = {digest: count for count, digest in enumerate(digests, 1)}
         found = [turn for turn in session.turns if turn.digest in places]
         if not found:
-            return NOTHING, session.temperature
+            return Admitted(NOTHING, session.terms, asked)
         # Of several that answered the same messages alike, the last.
         turn = max(reversed(found), key=lambda turn: places[turn.digest])
-        return Begun(session.sequences[turn.sequence].ids[: turn.end], places[turn.digest]), session.temperature
+        begun = Begun(session.sequences[turn.sequence].ids[: turn.end], places[turn.digest])
+        return Admitted(begun, session.terms, asked)
 
     def record(
         self,
@@ -216,6 +234,7 @@ class Sessions:
         response: Segment,
         digest: bytes,
         checksum: str = "",
+        finish_reason: str = "stop",
     ) -> Recorded:
         """Records a response to a prompt.
 
@@ -231,6 +250,7 @@ class Sessions:
             digest: of the messages up to the answer; empty if none were sent.
             checksum: of the weights that sampled its last token; empty for the model's own. A version says less: it
                 comes again when a run goes back to a checkpoint.
+            finish_reason: stop or length.
 
         Raises:
             NotFound, FailedPrecondition: as `begun`.
@@ -245,9 +265,14 @@ class Sessions:
         sequence = session.sequences[at]
         start, prompt = len(sequence.ids), hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         sequence.add(Segment(prompt_ids[start:]), response)
-        session.turns.append(_Turn(interaction, at, start, len(sequence.ids), prompt, digest, checksum))
+        turn = _Turn(interaction, at, start, len(sequence.ids), prompt, digest, checksum, finish_reason)
+        session.turns.append(turn)
         self._bytes[owner] += session.bytes - before
         return Recorded(at, len(session.sequences) - 1)
+
+    def fill(self, owner: str, name: str) -> None:
+        """Notes that a request was refused as its prompt left no room for a response. NotFound: as `begun`."""
+        self._of(owner, name).full = True
 
     def set_reward(self, owner: str, name: str, reward: float, interaction: str) -> None:
         """Sets the reward of a response, or of the whole session if none is named.
@@ -297,7 +322,7 @@ class Sessions:
         session = self._sessions.get(name)
         if session is None or session.owner != owner:
             raise NotFound(
-                f"{name} is not here: it was removed, or nothing was heard of it for {KEPT_S / 60:g} minutes, or the "
+                f"{name} is not here: it was removed, or nothing was heard of it for long, or the "
                 "process that held it has died, and its tokens are lost. Start another with POST /rl/start_session"
             )
         session.touched = self._clock()
@@ -320,8 +345,8 @@ class Sessions:
 
     def _forget(self) -> None:
         """Removes the sessions of which nothing was heard for too long."""
-        old = self._clock() - KEPT_S
-        for name in [name for name, session in self._sessions.items() if session.touched < old]:
+        now = self._clock()
+        for name in [name for name, each in self._sessions.items() if each.touched + each.terms.kept_s < now]:
             self._drop(name)
 
     def _drop(self, name: str) -> None:
@@ -346,12 +371,14 @@ def _told(name: str, session: _Session) -> dict[str, Any]:
     ]
     moved = _join(sequences, session, superseded)
     return {
-        **{"session_id": name, "task_id": session.task, "ended": session.ended, "temperature": session.temperature},
-        **{"reward": session.reward, "forks": max(len(session.sequences) - 1, 0)},
+        **{"session_id": name, "task_id": session.task, "ended": session.ended},
+        **{"temperature": session.terms.temperature, "full": session.full, "reward": session.reward},
+        **{"forks": max(len(session.sequences) - 1, 0)},
         "sequences": sequences,
         "interactions": [
             {"id": turn.interaction, "sequence": moved[turn.sequence], "end": turn.end, "reward": turn.reward}
             | {"weights_checksum": turn.checksum, "superseded": turn in superseded}
+            | {"finish_reason": turn.finish_reason}
             for turn in session.turns
         ],
     }

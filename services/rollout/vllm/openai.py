@@ -12,7 +12,6 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -47,12 +46,14 @@ from quartet.serving.desk import Desk
 from quartet.serving.http import Streamed
 from quartet.serving.in_turn import InTurn
 from quartet.serving.share import Share
+from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidArgument, NotFound, ServiceError, Unavailable
+from quartet.wire.identity import folder_name
 from services.rollout.config import RolloutConfig
 from services.rollout.histories import carried, digests
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
-from services.rollout.openai_fields import GENERATE, TOKEN_FIELDS, check_of_session, read, rows_of
+from services.rollout.openai_fields import GENERATE, TOKEN_FIELDS, of_session, read, rows_of
 from services.rollout.session_holder import OpenSession
 from services.rollout.vllm.following import following
 from services.rollout.vllm.openai_call import DONE, OpenAICall, Turn, no_room, refused
@@ -67,6 +68,8 @@ _BYTES = 128
 """Bytes of an answer for a log-prob that it lists."""
 LATE = "messages: the model's chat template did not render them in time; send fewer or shorter ones"
 _CHAT = "/v1/chat/completions"
+_PROMPT = frozenset({"input_text", "input_tokens"})
+"""Names by which vLLM refuses a prompt that is longer than the model takes."""
 _SAMPLES = frozenset({"/v1/completions", _CHAT, GENERATE})
 _CALL: ContextVar[OpenAICall] = ContextVar("call")
 """The call that is being answered."""
@@ -76,7 +79,7 @@ class VLLMCompletions:
     """Answers requests of one replica."""
 
     def __init__(self, config: RolloutConfig, served: Served) -> None:
-        self._served, self._folder = served, Path(config.model).name
+        self._served, self._folder = served, folder_name(config.model)
         engine: Any = served.engine
         self._requests: Requests = engine.requests
         self._desk, self._calls_tools = Desk(config.limits), config.tool_parser is not None
@@ -154,22 +157,28 @@ class VLLMCompletions:
         if self._served.engine.version == NO_VERSION:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
-        version = self._version_of(given.get("model"))
-        call = OpenAICall(self._served, self._requests, share, version)
-        begun = carried(given.get("messages", ()))
+        version, longest = self._version_of(given.get("model")), self._served.engine.max_length
+        begun, held = carried(given.get("messages", ())), None
         if session is not None and path in _SAMPLES:
             # In a thread, as there may be thousands of messages.
             known = await asyncio.to_thread(digests, given) if path == _CHAT else []
-            found, temperature = await session.begun(known)
-            given = check_of_session(given, temperature)
-            call.turn = Turn(session, known[-1] if known else b"")
+            found, terms, turn = await session.begun(known)
+            given, held = of_session(given, terms, turn), Turn(session, known[-1] if known else b"")
             begun = found if found.messages >= begun.messages else begun
+            longest = min(longest, terms.max_length or longest)
+            if terms.purpose is not Purpose.FOREIGN:
+                share = Share(share.name, terms.purpose)
+            if terms.bounds:
+                self._served.check(terms.versions)
+                version = terms.versions.max_version if terms.versions.HasField("max_version") else version
+        call = OpenAICall(self._served, self._requests, share, version, longest, held)
         # Their log-probs are in a message that brings them, whether or not they are asked for otherwise.
         tells = path == _CHAT and given.get("return_token_ids") and not given.get("stream")
         call.keeps = call.turn is not None or bool(tells)
         given = _prepared(given, path)
         request = _parsed(kind, given)
         try:
+            call.check_room(len(given.get("token_ids", ())))
             async with self._desk.turn(share, len(body)) as call.leave_desk:
                 if begun.messages and kind is ChatCompletionRequest:
                     engine = self._served.engine
@@ -192,7 +201,11 @@ class VLLMCompletions:
 
     async def _close(self, call: OpenAICall) -> None:
         self.sampled += call.sampled
-        await call.close()
+        try:
+            if call.full and call.turn is not None:
+                await call.turn.session.fill()
+        finally:
+            await call.close()
 
     def _check_calls_tools(self) -> None:
         if not self._calls_tools:
@@ -238,7 +251,9 @@ class VLLMCompletions:
         except Exception as error:
             if isinstance(error, VLLMValidationError) and (error.parameter, error.value) == ("max_tokens", 0):
                 # What a prompt leaves of the model's length: `read` takes 0 with `echo` alone, where vLLM samples 1.
+                call.full = True
                 raise InvalidArgument(no_room(self._served.engine.max_length)) from None
+            call.full = isinstance(error, VLLMValidationError) and error.parameter in _PROMPT
             made = create_error_response(error)
             if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 log.exception("a request over HTTP failed")

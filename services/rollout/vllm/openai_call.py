@@ -60,6 +60,8 @@ class _Taken:
     """Tokens that were read, where they are kept."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probs of these."""
+    finish_reason: str = ""
+    """Reason for which it ended; empty until then."""
 
     @property
     def tokens(self) -> int:
@@ -86,6 +88,7 @@ class _Taken:
         if self.params.output_kind is not RequestOutputKind.DELTA:
             self.ids, self.logprobs = [], []
         self.ids += response.token_ids
+        self.finish_reason = response.finish_reason or ""
         self.logprobs += [
             entry[token].logprob for token, entry in zip(response.token_ids, response.logprobs, strict=True)
         ]
@@ -107,8 +110,25 @@ class Turn(NamedTuple):
 class OpenAICall:
     """One call: its requests in the engine, and the versions of what they have sampled."""
 
-    def __init__(self, served: Served, requests: Requests, share: Share, version: int | None) -> None:
+    def __init__(
+        self,
+        served: Served,
+        requests: Requests,
+        share: Share,
+        version: int | None,
+        longest: int,
+        turn: Turn | None = None,
+    ) -> None:
+        """
+        Args:
+            served, requests: the replica and its engine.
+            share: in whose name its work waits.
+            version: the version that it asks for; None for the newest.
+            longest: most tokens of a prompt and its response.
+            turn: the turn of a session that it is.
+        """
         self._served, self._requests, self.share, self._version = served, requests, share, version
+        self._longest, self.turn = longest, turn
         self._taken: list[_Taken] = []
         self._newest: int | None = None
         """Version of the newest token that was read."""
@@ -117,10 +137,10 @@ class OpenAICall:
         self._refused: ServiceError | None = None
         self.size = 0
         """Most tokens and listed log-probs of its answer."""
-        self.turn: Turn | None = None
-        """The turn of a session that it is."""
-        self.keeps = False
+        self.keeps = turn is not None
         """True to keep what is sampled, with its log-probs."""
+        self.full = False
+        """True if it is refused as its prompt leaves no room for a response."""
         self.leave_desk: Callable[[], None] = lambda: None
         """Called when its prompts are tokens."""
 
@@ -132,6 +152,8 @@ class OpenAICall:
             InvalidArgument: the engine could not carry it out.
         """
         self._check(prompt_ids, params)
+        room = self._longest - len(prompt_ids)
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.leave_desk()
         if self.keeps and params.logprobs is None:
             params.logprobs = 0
@@ -155,14 +177,19 @@ class OpenAICall:
             raise InvalidArgument("tools: strict; should be left out, as a grammar would choose tokens for the model")
         if not prompt_ids:
             raise InvalidArgument("prompt: empty; send at least one token")
-        if len(prompt_ids) >= engine.max_length:
-            raise InvalidArgument(no_room(engine.max_length))
+        self.check_room(len(prompt_ids))
         if max(prompt_ids) >= engine.vocab_size:
             raise InvalidArgument(f"prompt: {max(prompt_ids)} is outside the vocabulary of {engine.vocab_size}")
         for token in params.stop_token_ids or ():
             if not 0 <= token < engine.vocab_size:
                 raise InvalidArgument(f"stop_token_ids: {token} is outside the vocabulary of {engine.vocab_size}")
         check_least(params.min_tokens, engine, "min_tokens")
+
+    def check_room(self, tokens: int) -> None:
+        """Raises InvalidArgument if a prompt of so many tokens leaves no room for a response."""
+        if tokens >= self._longest:
+            self.full = True
+            raise InvalidArgument(no_room(self._longest))
 
     def begin(self) -> None:
         """Queues the requests in their caller's share, once.
@@ -299,7 +326,7 @@ class OpenAICall:
         digest = b"" if message is None else answered(asked, message)
         prompt_ids = np.asarray(taken.prompt_ids, np.int32)
         checksum = self._served.engine.checksums.get(taken.spans[-1][0], "") if taken.spans else ""
-        recorded = await session.record(interaction, prompt_ids, taken.segment, digest, checksum)
+        recorded = await session.record(interaction, prompt_ids, taken.segment, digest, checksum, taken.finish_reason)
         return {"session_id": session.name, "sequence": recorded.sequence, "forks": recorded.forks}
 
     async def texts(

@@ -40,7 +40,7 @@ class Completions:
         return JSONResponse({})
 
     async def models(self) -> Any:
-        return {"data": []}
+        return {"data": [{"id": "mine"}]}
 
     async def tokenizer_info(self) -> Any:
         return {"eos_token": "<eos>"}
@@ -141,13 +141,13 @@ async def test_a_session_from_its_start_to_its_trajectory() -> None:
     asked = door_of(completions)
     task = {"task_id": "t", "group_size": 1, "temperature": 0.7}
     assert await asked("/rl/start_session", task, **{KEY: "qs~key"}) == (
-        *(200, {"session_id": SESSION, "api_key": "qs~key"}),
+        *(200, {"session_id": SESSION, "api_key": "qs~key", "model": "mine"}),
     )
     assert (await asked("/v1/chat/completions", {}, quartet_role="session"))[0] == 200
     [session] = completions.sessions
     assert session
     assert (session.owner, session.name) == ("me", SESSION)
-    assert (await session.begun([]))[1] == 0.7
+    assert (await session.begun([])).terms.temperature == 0.7
     assert (await asked("/rl/set_reward", {"reward": 0.5}, quartet_role="session"))[0] == 200
     assert await asked("/rl/end_session", {}) == (200, {"session_id": SESSION, "interaction_count": 0})
     status, told = await asked("/rl/trajectory", {"session_id": SESSION}, session="")

@@ -24,11 +24,12 @@ from services.rollout.openai_fields import (
     LONGEST_TO_TOKENIZE,
     NO_VARIABLES,
     SAMPLING_FIELDS,
-    check_of_session,
+    of_session,
     read,
     rows_of,
 )
-from services.rollout.sample import COLDEST, HOTTEST
+from services.rollout.sample import COLDEST, HOTTEST, seed_of_turn
+from services.rollout.session_terms import Terms
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS: dict[str, Any] = {TEXT: CompletionRequest, CHAT: ChatCompletionRequest}
@@ -337,8 +338,8 @@ def test_responses_are_counted_before_they_are_made() -> None:
 @pytest.mark.parametrize("holder", [lambda given: given, lambda given: {"sampling_params": given}])
 def test_a_session_has_one_temperature_and_nothing_that_bends_it(holder: Any) -> None:
     fine = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "presence_penalty": 0, "min_tokens": 0, "seed": 5}
-    assert check_of_session(holder(fine), 0.7) == holder(fine)
-    assert check_of_session(holder({}), 0.7) == holder({"temperature": 0.7})
+    assert of_session(holder(fine), Terms(0.7), 0) == holder(fine)
+    assert of_session(holder({}), Terms(0.7), 0) == holder({"temperature": 0.7})
     for name, value in (
         ("temperature", 0.6),
         ("top_p", 0.9),
@@ -347,4 +348,18 @@ def test_a_session_has_one_temperature_and_nothing_that_bends_it(holder: Any) ->
         ("prompt_logprobs", 0),
     ):
         with pytest.raises(InvalidArgument, match=f"{name}: {value}; should be .* in a session"):
-            check_of_session(holder({name: value}), 0.7)
+            of_session(holder({name: value}), Terms(0.7), 0)
+
+
+@pytest.mark.parametrize("holder", [dict, lambda fields: {"sampling_params": fields}])
+def test_a_run_s_session_has_its_seeds_and_its_longest_response(holder: Any) -> None:
+    terms = Terms(seed=11, max_tokens=8)
+    assert of_session(holder({"seed": 5}), terms, 0) == holder({"temperature": 1.0, "seed": 11, "max_tokens": 8})
+    later = of_session(holder({"max_tokens": 4}), terms, 2)
+    assert later == holder({"temperature": 1.0, "seed": seed_of_turn(11, 2), "max_tokens": 4})
+    assert len({seed_of_turn(11, turn) for turn in range(100)}) == 100
+
+
+def test_the_newer_name_of_a_longest_response_is_bounded_too() -> None:
+    bounded = of_session({"messages": [], "max_completion_tokens": 4}, Terms(max_tokens=8), 0)
+    assert bounded == {"messages": [], "temperature": 1.0, "max_tokens": 4}

@@ -11,8 +11,9 @@ from quartet.trajectory import Segment, columns_of
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from services.rollout import sessions as module
 from services.rollout.openai_fields import LARGEST_REWARD
+from services.rollout.session_terms import KEPT_S, Terms
 from services.rollout.session_trajectory import as_json, columns_of_session, trajectories_of
-from services.rollout.sessions import KEPT_S, MOST_TURNS, NOTHING, Sessions
+from services.rollout.sessions import MOST_TURNS, NOTHING, Sessions
 from tests.unit.fake_clock import Clock
 
 ME, S = "me", "session-1"
@@ -76,7 +77,7 @@ def test_of_two_sequences_that_begin_alike_the_longer_goes_on(sessions: Sessions
 
 
 def test_messages_find_the_tokens_that_they_stand_for(sessions: Sessions) -> None:
-    assert sessions.begun(ME, S, [b"a"], "t") == (NOTHING, 1.0)
+    assert sessions.begun(ME, S, [b"a"], "t") == (NOTHING, Terms(), 0)
     record(sessions, ids(5), sampled(10), b"ab")
     record(sessions, ids(5, 10, 6), sampled(11), b"abcd")
     for digests, tokens, messages in (
@@ -85,7 +86,7 @@ def test_messages_find_the_tokens_that_they_stand_for(sessions: Sessions) -> Non
         ([b"x"], [], 0),
         ([], [], 0),
     ):
-        begun, _ = sessions.begun(ME, S, digests, "t")
+        begun = sessions.begun(ME, S, digests, "t").begun
         assert (begun.ids.tolist(), begun.messages) == (tokens, messages)
 
 
@@ -268,10 +269,10 @@ def test_anothers_session_is_none(sessions: Sessions) -> None:
     ):
         with pytest.raises(NotFound):
             asked()
-    sessions.start(ME, S, "t", "again", 1.0)
+    sessions.start(ME, S, "t", "again", {"temperature": 1.0})
     sessions.start(ME, S, "t")
-    with pytest.raises(InvalidArgument, match=r"temperature: 0\.7; should be 1, as session-1 was started with"):
-        sessions.start(ME, S, "t", "again", 0.7)
+    with pytest.raises(InvalidArgument, match=r"temperature: 0\.7; should be 1\.0, as session-1 was started with"):
+        sessions.start(ME, S, "t", "again", {"temperature": 0.7})
     assert len(told_of(sessions)["interactions"]) == 1
 
 
@@ -310,7 +311,7 @@ def test_a_caller_that_fills_its_part_leaves_room_for_others(
     with pytest.raises(ResourceExhausted, match=f"a has {12 * each} .* is {3 * each} of a caller, as all have "):
         sessions.start("a", "other", "t")
     sessions.start("e", "e", "t")
-    assert sessions.begun("e", "e", [], "t")[1] == 1.0
+    assert sessions.begun("e", "e", [], "t").turn == 0
 
 
 def test_what_others_hold_refuses_no_turn_of_a_callers_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +321,7 @@ def test_what_others_hold_refuses_no_turn_of_a_callers_sessions(monkeypatch: pyt
         sessions.start(ME, f"mine{number}", "t")
     for other in range(11):
         sessions.start(f"other{other}", f"other{other}", "t")
-    assert sessions.begun(ME, "mine0", [], "t")[1] == 1.0
+    assert sessions.begun(ME, "mine0", [], "t").turn == 0
     sessions.start(ME, "more", "t")
 
 
@@ -336,7 +337,7 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
     clock.now += KEPT_S - 1
     sessions.begun(ME, "s1", [], "t")
     clock.now += 2
-    with pytest.raises(NotFound, match="nothing was heard of it for 60 minutes"):
+    with pytest.raises(NotFound, match="s2 is not here: it was removed, or nothing was heard of it for long"):
         sessions.begun(ME, "s2", [], "t")
     assert sessions.counts["sessions"] == 1
     monkeypatch.setattr(module, "MOST_TURNS", 1)

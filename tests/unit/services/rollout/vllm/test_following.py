@@ -102,7 +102,7 @@ async def two_turns(model: Model, count: int) -> int:
             )
             expected += [*sampled.tolist(), *following_ids]
             messages = [*messages, answer, NEXT]
-            begun, _ = sessions.begun("me", name, digests({"messages": messages}), "t")
+            begun = sessions.begun("me", name, digests({"messages": messages}), "t").begun
             prompt = await model.follow(messages, begun)
             assert prompt.tolist() == expected
         told = sessions.trajectory("me", name)

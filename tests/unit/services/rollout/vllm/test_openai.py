@@ -7,7 +7,7 @@ import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +30,12 @@ from quartet.serving.http import HttpMixin
 from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
 from quartet.wire.callers import Purpose
-from quartet.wire.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
+from quartet.wire.errors import InvalidArgument, LeaseLost, NotFound, ResourceExhausted, ServiceError, Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.histories import digests
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
+from services.rollout.sample import seed_of_turn
 from services.rollout.session_holder import OpenSession
 from services.rollout.session_trajectory import as_json
 from services.rollout.vllm import openai, openai_call
@@ -173,7 +174,7 @@ async def replica(vllm_config: Any, renderer: Any, policy_folder: Path) -> Repli
     admission, slots = Admission(limits), EngineSlots(8, limits, quantum=MAX_LENGTH)
     made: list[Replica] = []
     proof = pb.Proof(policy_version=2, difference=0.25)
-    served = Served(engine, admission, slots, lambda: "mine", lambda: made[0].beat(), lambda: proof)
+    served = Served(engine, admission, slots, lambda: "mine", lambda: made[0].beat(), proved=lambda: proof)
     config = RolloutConfig(model=str(policy_folder), kv_cache_mib=1, tool_parser="hermes")
     made.append(Replica(llm, VLLMCompletions(config, served), engine, admission))
     return made[0]
@@ -512,8 +513,8 @@ async def test_as_many_texts_end_a_response_as_the_bounds_allow(talking: Replica
     assert params.stop == ([stop] if isinstance(stop, str) else stop)
 
 
-def told_of(talking: Replica) -> Any:
-    return json.loads(as_json(talking.sessions.held.trajectory(ME.name, "s")))
+def told_of(talking: Replica, session: str = "s") -> Any:
+    return json.loads(as_json(talking.sessions.held.trajectory(ME.name, session)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -603,10 +604,78 @@ async def test_settings_that_would_train_on_another_distribution_are_refused(
 
 
 async def test_the_temperature_is_the_sessions(talking: Replica) -> None:
-    talking.sessions.held.start(ME.name, "hot", "t", "", 1.5)
+    talking.sessions.held.start(ME.name, "hot", "t", "", {"temperature": 1.5})
     await talking.ask(CHAT, "hot", messages=[USER], max_tokens=1)
     await talking.ask(GENERATE, "hot", token_ids=[5], sampling_params={"max_tokens": 1})
     assert [params.temperature for _, params in talking.llm.asked] == [1.5, 1.5]
+
+
+async def test_a_run_s_session_has_its_seeds_its_bounds_and_its_place_in_the_queue(
+    talking: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[pb.GenerateRequest] = []
+    served = replace(talking.completions._served, check=checked.append)
+    monkeypatch.setattr(talking.completions, "_served", served)
+    shares: list[Share] = []
+    enter = served.slots.enter
+
+    def entered(share: Share, *more: Any) -> Any:
+        shares.append(share)
+        return enter(share, *more)
+
+    monkeypatch.setattr(served.slots, "enter", entered)
+    bounds = pb.GenerateRequest(min_version=3)
+    terms = {"seed": 7, "max_tokens": 4, "max_length": 16, "purpose": Purpose.TRAINING}
+    talking.sessions.held.start(ME.name, "run", "t", "", terms | {"bounds": bounds.SerializeToString()})
+    await talking.ask(CHAT, "run", messages=[USER], seed=1, max_completion_tokens=100)
+    await talking.ask(CHAT, "run", messages=[USER], max_tokens=2)
+    long = await talking.ask(GENERATE, "run", token_ids=[5] * 14, sampling_params={})
+    assert [params.seed for _, params in talking.llm.asked] == [seed_of_turn(7, turn) for turn in range(3)]
+    # What is left of the session's length, where that is less.
+    assert [params.max_tokens for _, params in talking.llm.asked] == [4, 2, 2]
+    assert checked == [bounds] * 3
+    assert shares == [Share(ME.name, Purpose.TRAINING)] * 3
+    assert long.status == 200
+    told = told_of(talking, "run")
+    assert [each["finish_reason"] for each in told["interactions"]] == ["length"] * 3
+    assert not told["full"]
+
+
+@pytest.mark.parametrize("length", [16, MAX_LENGTH, 5 * MAX_LENGTH])
+async def test_a_session_knows_that_a_prompt_left_no_room(talking: Replica, length: int) -> None:
+    """The session's own bound is met, or the model's, in tokens or in messages."""
+    talking.sessions.held.start(ME.name, "run", "t", "", {"max_length": min(length, MAX_LENGTH)})
+    long = {"role": "user", "content": " ".join(["w5"] * length)}
+    for path, body in ((CHAT, {"messages": [long]}), (GENERATE, {"token_ids": [5] * length, "sampling_params": {}})):
+        try:
+            got = await talking.ask(path, "run", **body)
+            assert got.status == 400
+        except InvalidArgument:
+            pass
+        assert told_of(talking, "run")["full"]
+        talking.sessions.held._sessions["run"].full = False
+    assert talking.llm.asked == []
+
+
+async def test_a_lease_that_was_lost_samples_nothing(talking: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(request: pb.GenerateRequest) -> None:
+        raise LeaseLost("another run holds the replicas")
+
+    served = replace(talking.completions._served, check=lost)
+    monkeypatch.setattr(talking.completions, "_served", served)
+    bounds = pb.GenerateRequest(min_version=3).SerializeToString()
+    talking.sessions.held.start(ME.name, "run", "t", "", {"bounds": bounds})
+    with pytest.raises(LeaseLost):
+        await talking.ask(CHAT, "run", messages=[USER])
+    assert talking.llm.asked == []
+
+
+async def test_an_evaluation_s_session_gets_no_other_version(talking: Replica) -> None:
+    bounds = pb.GenerateRequest(min_version=3, max_version=3)  # while the responses are of version 3 and then 4
+    talking.sessions.held.start(ME.name, "run", "t", "", {"bounds": bounds.SerializeToString()})
+    got = await talking.ask(CHAT, "run", messages=[USER], max_tokens=8)
+    assert got.status == 404
+    assert told_of(talking, "run")["interactions"] == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
