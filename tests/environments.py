@@ -26,6 +26,15 @@ class Held(SecondTry):
         return None if answer is None else [{"role": "user", "content": answer}]
 
 
+class InMessages(SecondTry):
+    """Gives a second try as SecondTry does, in a message."""
+
+    def answer(self, turn: Turn) -> Answer:
+        """Answers a message."""
+        answer = super().answer(turn)
+        return None if answer is None else [{"role": "user", "content": str(answer)}]
+
+
 class Doubling(Tools):
     """Tools that a random policy calls by chance, as their names are words."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from orchestrator.clients import Services, check_models, check_scores
+from orchestrator.commands.checks.agents import agent_of, sessions_of
 from orchestrator.commands.checks.fitting import ends_without_token
 from orchestrator.commands.checks.preflight import environment_of, evaluation_prompts, load_judges
 from orchestrator.commands.offline import OfflineRollout
@@ -24,6 +25,7 @@ from orchestrator.deployment.file import Deployment
 from orchestrator.evaluation.evaluator import evaluate_samples
 from orchestrator.evaluation.intervals import Interval, over_prompts
 from orchestrator.evaluation.results import EvaluatedSample, write_rows
+from orchestrator.experience.agents import Agents
 from orchestrator.experience.answers import Answers
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.requests import evaluation_requests
@@ -87,13 +89,18 @@ async def evaluate_model(
     split = split or config.data.eval_split or EVAL
     with deployment.naming():
         tokenizer = load_tokenizer(config.policy.model)
-        judges, environment = load_judges(config), environment_of(config)
+        judges, environment, agent = load_judges(config), environment_of(config), agent_of(config)
         tools = () if environment is None else environment.tools
         prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split, tools=tools), config)
     sampled = sampled_from(config, tokenizer)
     for problem in ends_without_token(config, sampled):
         raise ConfigError(problem)
     answers = Answers.of(environment, config, tokenizer, sampled.end_ids)
+    if agent is not None and model != CURRENT:
+        raise ConfigError(
+            f"orchestrator.agent: speaks with the rollout service, which does not serve {model}; give {CURRENT}, or "
+            "deploy a file with this model"
+        )
     offline = None if model == CURRENT else OfflineRollout.of(model, deployment, tokenizer)
     services = connected = connect(config, Purpose.EVALUATION)
     try:
@@ -106,8 +113,9 @@ async def evaluate_model(
             services = replace(services, rollout=offline)  # type: ignore[arg-type]
         oldest = await served(services.rollout, config) if offline is None else 0
         requests = evaluation_requests(config, prompts)
-        collector = Collector(services, config, sampled.end_ids, answers=answers, note=note)
-        async with nullcontext() if offline is None else offline.running():
+        async with nullcontext() if offline is None else offline.running(), sessions_of(deployment) as sessions:
+            agents = Agents.of(agent, config, sessions, services.rollout, Purpose.EVALUATION)
+            collector = Collector(services, config, sampled.end_ids, answers=answers, agents=agents, note=note)
             collected = await collector.collect(requests, version=None, critic_step=None)
         if offline is None and (older := int(collected.columns["versions"].min())) < oldest:
             raise ConfigError(

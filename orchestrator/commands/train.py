@@ -13,6 +13,7 @@ import ray
 
 from orchestrator.clients import Services, agreed_backend, check_compatible, targets_of
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
+from orchestrator.commands.checks.agents import sessions_of
 from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
 from orchestrator.commands.checks.startable import decided_here
 from orchestrator.commands.halted import ending_halted
@@ -25,6 +26,7 @@ from orchestrator.data.prompts import PromptStream
 from orchestrator.deployment.cluster import running
 from orchestrator.deployment.file import Deployment
 from orchestrator.evaluation.evaluator import Evaluator
+from orchestrator.experience.agents import Agents
 from orchestrator.experience.answers import Answers
 from orchestrator.experience.collector import Collector, OldLogprobs
 from orchestrator.experience.journal import ExperienceJournal
@@ -33,7 +35,7 @@ from orchestrator.experience.source import ExperienceSource
 from orchestrator.learners import CriticLearner, Learner, PolicyLearner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
-from orchestrator.loop.identities import digests, environment_identity, identities
+from orchestrator.loop.identities import digests, identities, user_identities
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.loop.watch import watching_certificates, watching_services
@@ -54,6 +56,7 @@ from quartet.config.base import ConfigError
 from quartet.ranks.group import RanksLost
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted
+from services.rollout.session_client import SessionClient
 
 RUNS = Path("runs")
 
@@ -128,11 +131,11 @@ async def train(
     run_dir = RUNS / config.name
     try:
         patience = patience_of(deployment, progress.note)
-        async with ending_halted():
+        async with ending_halted(), sessions_of(deployment) as sessions:
             with deployment.naming():
                 check_compatible(await described(services, deployment, patience), inputs.tokenizer, config)
                 with locked(run_dir, checkpoint_folder(config)), connected_ray():
-                    run = Run(deployment, inputs, services, progress, run_dir, accept_changed_services)
+                    run = Run(deployment, inputs, services, sessions, progress, run_dir, accept_changed_services)
                     await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
     finally:
         await services.close()
@@ -146,6 +149,8 @@ class Run:
     deployment: Deployment
     inputs: Inputs
     services: Services
+    sessions: SessionClient | None
+    """Sessions of the run's agent; None if it has none."""
     progress: Progress
     run_dir: Path
     accept_changed_services: bool
@@ -202,7 +207,7 @@ class Run:
         note = self.progress.note
         infos = await patience_of(self.deployment, note)(services.infos)
         services_now = identities(infos)
-        now = services_now | environment_identity(self.inputs.environment)
+        now = services_now | user_identities(self.inputs.environment, self.inputs.agent)
         if checkpoint:
             state = resumed_state(checkpoint.state, now, accept=self.accept_changed_services, note=note)
         else:
@@ -232,7 +237,7 @@ class Run:
                 checkpoints = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
                 prompts = PromptStream(self.inputs.train.prompts, config.seed, config.algorithm.samples_per_prompt)
                 early = EarlyLogprobs(policy) if config.early_logprobs else None
-                collector = self._collector(services, SampleStages(spans), early)
+                collector = self._collector(services, Purpose.TRAINING, SampleStages(spans), early)
                 source = ExperienceSource(config, prompts, collector, journal)
                 record = Record(log, self.progress, config.steps)
                 waits = Waits(spans, parts_with([each.name for each in learners]))
@@ -269,18 +274,20 @@ class Run:
         return ExperienceJournal(self.run_dir / JOURNAL, self._config, self.progress.note, services=services)
 
     def _collector(
-        self, services: Services, stages: SampleStages, old_logprobs: OldLogprobs | None = None
+        self, services: Services, purpose: Purpose, stages: SampleStages, old_logprobs: OldLogprobs | None = None
     ) -> Collector:
         config, inputs, ends = self._config, self.inputs, self.inputs.distribution.end_ids
         answers = Answers.of(inputs.environment, config, inputs.tokenizer, ends)
-        return Collector(services, config, ends, stages, old_logprobs, answers, self.progress.note)
+        agents = Agents.of(inputs.agent, config, self.sessions, self.services.rollout, purpose)
+        return Collector(services, config, ends, stages, old_logprobs, answers, agents, self.progress.note)
 
     def _evaluator(self, stages: SampleStages) -> Evaluator | None:
         config, inputs = self._config, self.inputs
         if inputs.held_out is None:
             return None
+        purpose = Purpose.EVALUATION
         return Evaluator(
-            self._collector(self.services.declaring(config.name, Purpose.EVALUATION), stages),
+            self._collector(self.services.declaring(config.name, purpose), purpose, stages),
             evaluation_requests(config, evaluation_prompts(inputs.held_out, config)),
             config.algorithm,
             inputs.tokenizer,

@@ -17,7 +17,7 @@ from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment, ServicesFile, load_file
 from orchestrator.deployment.listeners import PortError, check_closed, check_ports
 from orchestrator.deployment.redeployment import changes, kept
-from quartet.config.base import Config, ConfigError
+from quartet.config.base import ConfigError
 from quartet.security import credentials, local
 from quartet.security.credentials import VARIABLE as CREDENTIALS
 from quartet.security.port import on_loopback
@@ -79,24 +79,17 @@ def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[
         raise
     doors = {"gRPC": [deployment.target]}
     if port.http:
-        doors |= {"OpenAI's protocol": openai_addresses(deployment), "scores": _http(deployment, RewardConfig)}
+        doors |= {
+            "OpenAI's protocol": openai_addresses(deployment),
+            "scores": [*deployment.http_addresses(RewardConfig).values()],
+        }
     said = "; ".join(f"{door} at {', '.join(places)}" for door, places in doors.items() if places)
     say(f"all running: {', '.join(deployment.applications)}; {said}; logs in {ray.logs}")
 
 
 def openai_addresses(deployment: ServicesFile) -> list[str]:
     """The addresses at which clients of OpenAI's protocol reach the rollout applications."""
-    return [f"{address}/v1" for address in _http(deployment, RolloutConfig)]
-
-
-def _http(deployment: ServicesFile, service: type[Config]) -> list[str]:
-    """The addresses of the applications of a service, told by its `args:`, at the HTTP port."""
-    port = deployment.ports["http_options.port"]
-    return [
-        f"http://127.0.0.1:{port}{str(application.get('route_prefix', '/')).rstrip('/')}"
-        for application in deployment.raw.get("applications") or []
-        if isinstance(deployment.services.get(str(application.get("name"))), service)
-    ]
+    return [f"{address}/v1" for address in deployment.http_addresses(RolloutConfig).values()]
 
 
 def _decided(deployment: ServicesFile) -> ServicesFile:

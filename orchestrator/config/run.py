@@ -15,7 +15,8 @@ from orchestrator.config.loop import LoopConfig
 from orchestrator.config.services import ServiceConfig, ServicesConfig, Target
 from orchestrator.config.unscored import UnscoredConfig
 from orchestrator.config.weights import WeightsConfig
-from orchestrator.environments.config import EnvironmentConfig
+from orchestrator.environments.agent import RESULT
+from orchestrator.environments.config import AgentConfig, EnvironmentConfig
 from quartet.config.base import Config, Count, Seconds, matching
 from quartet.config.learner import PolicyConfig
 
@@ -91,6 +92,8 @@ class OrchestratorConfig(Config):
     """Generation."""
     environment: EnvironmentConfig | None = None
     """An environment that answers between responses. Null: each prompt gets one response."""
+    agent: AgentConfig | None = None
+    """An agent that has the conversations itself, by OpenAI's protocol. Null: the run asks for the responses."""
     unscored: UnscoredConfig = UnscoredConfig()
     """Responses that the reward service does not score."""
     algorithm: AnyAlgorithm = DEFAULT
@@ -152,21 +155,30 @@ class OrchestratorConfig(Config):
     def longest_take_s(self) -> float:
         """Longest wait of the loop for a batch."""
         times, sampled_s = self.timeouts, self.longest_generate_s
+        under_way = self.batch_size * (1 + self.loop.ahead)
+        if self.agent is not None:
+            sampled_s += self.agent.longest_s(under_way)
         if self.environment is not None:
-            turns, under_way = self.environment.max_turns, self.batch_size * (1 + self.loop.ahead)
+            turns = self.environment.max_turns
             sampled_s = turns * sampled_s + (turns - 1) * self.environment.longest_answer_s(under_way)
         return times.take_s or sampled_s + times.start_s + 2 * times.score_s
+
+    @property
+    def conversation(self) -> EnvironmentConfig | AgentConfig | None:
+        """The settings of conversations of several responses; None if each prompt gets one response."""
+        return self.environment or self.agent
 
     @property
     def longest_response(self) -> int:
         """Most tokens after a prompt: of one response, or of a whole conversation."""
         response = self.sampling.max_new_tokens
-        return response if self.environment is None else self.environment.longest(response)
+        return response if self.conversation is None else self.conversation.longest(response)
 
     @property
     def longest_sequence(self) -> tuple[int, str]:
         """Most tokens of a prompt and what follows it, and the keys that say so."""
         follows = "sampling.max_new_tokens" if self.environment is None else "environment.max_tokens"
+        follows = follows if self.agent is None else "agent.max_tokens"
         needed = self.data.max_prompt_length + self.longest_response
         return needed, f"orchestrator.data.max_prompt_length + orchestrator.{follows} is {needed}"
 
@@ -215,10 +227,10 @@ class OrchestratorConfig(Config):
                 f"({self.algorithm.samples_per_prompt}), so that a batch holds all responses to its prompts"
             )
         buffer, longest = self.algorithm.overlong_buffer, self.sampling.max_new_tokens
-        if buffer and self.environment is not None:
+        if buffer and self.conversation is not None:
             yield (
-                "algorithm.overlong_buffer: is for single responses, and an environment makes conversations of "
-                "several; leave one of them out"
+                "algorithm.overlong_buffer: is for single responses, and an environment or an agent makes "
+                "conversations of several; leave one of them out"
             )
         if buffer > longest:
             yield (
@@ -230,6 +242,7 @@ class OrchestratorConfig(Config):
                 f"environment.max_tokens ({self.environment.max_tokens}) must be more than twice "
                 f"sampling.max_new_tokens ({self.sampling.max_new_tokens}), for two responses and an answer"
             )
+        yield from self._problems_of_agent()
         kl = self.algorithm.kl
         # A step changes an adaptive coefficient by up to 0.2 * batch_size / horizon of itself (algorithms/kl.py).
         if kl.target is not None and kl.horizon <= 0.2 * self.batch_size:
@@ -261,3 +274,27 @@ class OrchestratorConfig(Config):
                 f"weights.stage: gpu is for weights that NCCL brings; weights.backend {self.weights.backend} has its "
                 "own place for them; leave it out"
             )
+
+    def _problems_of_agent(self) -> Iterator[str]:
+        agent, sampling = self.agent, self.sampling
+        if agent is None:
+            return
+        if self.environment is not None:
+            yield "agent: given, and environment too; an agent answers by itself, so leave one of them out"
+        if self.longest_response < sampling.max_new_tokens:
+            yield (
+                f"agent.max_tokens ({agent.max_tokens}) must be at least sampling.max_new_tokens "
+                f"({sampling.max_new_tokens}), which a response may have"
+            )
+        if sampling.min_new_tokens or sampling.stop_token_ids:
+            yield (
+                "sampling: min_new_tokens and stop_token_ids are for responses that the run asks for; leave them out "
+                "with an agent, whose requests name where they stop"
+            )
+        if self.data.chat_template:
+            yield (
+                "data.chat_template: true, but an agent gets the prompt as the data have it, and its requests are "
+                "rendered by the template; leave it out"
+            )
+        if RESULT in self.data.columns:
+            yield f"data.columns: {RESULT} is that of what the agent returns; give the one of the data another name"

@@ -135,6 +135,15 @@ class ServicesFile:
                 critics[placed.name] = section.model_copy(update=given)
         return critics
 
+    def http_addresses(self, service: type[Config]) -> dict[str, str]:
+        """Application name -> its address at the HTTP port, of those whose `args:` are of `service`."""
+        root = f"http://127.0.0.1:{self.ports['http_options.port']}"
+        return {
+            str(application["name"]): root + str(application.get("route_prefix", "/")).rstrip("/")
+            for application in self.raw.get("applications") or []
+            if isinstance(self.services.get(str(application.get("name"))), service)
+        }
+
     @property
     def target(self) -> str:
         """Host:port at which this machine reaches the services."""

@@ -1,4 +1,4 @@
-"""Settings of a run whose responses an environment answers."""
+"""Settings of a run whose responses an environment answers, or whose conversations an agent has."""
 
 import math
 from typing import Annotated
@@ -42,6 +42,40 @@ class EnvironmentConfig(Config):
         return self.attempts * (turns * self.answer_s + self.attempts * PAUSE_S)
 
 
+class AgentConfig(Config):
+    """An agent, and the bounds of its conversations."""
+
+    kind: Annotated[str, matching(PATH, "module:function")]
+    """`package.module:function` of the agent (orchestrator/environments/agent.py), found as reward functions are."""
+    max_tokens: Count | None = None
+    """Most tokens of a conversation beyond data.max_prompt_length: responses, and what the agent adds. A response
+    that reaches the limit is cut off, and the conversation counts as truncated. Null: room for 7 times
+    sampling.max_new_tokens."""
+    conversation_s: Annotated[float, Field(gt=0, le=86_400)] = 600
+    """Longest time, in seconds, for one conversation; a day at most."""
+    at_once: Count = 256
+    """Most conversations that go on at a time; others wait. A plain function has each in a thread of its own."""
+    attempts: Count = 3
+    """Times that a conversation is begun, if the agent fails or is late, before the run ends."""
+
+    def longest(self, response: int) -> int:
+        """Most tokens after a prompt, where a response has at most `response`."""
+        return self.max_tokens or PARTS * response
+
+    @property
+    def parts(self) -> int:
+        """Responses, and as many answers between them, for which a conversation has room by default."""
+        return PARTS
+
+    def longest_s(self, conversations: int) -> float:
+        """Longest time for all of so many conversations, attempts included."""
+        turns = math.ceil(conversations / self.at_once)
+        return self.attempts * (turns * self.conversation_s + self.attempts * PAUSE_S)
+
+
+PARTS = 7
+"""Responses of the usual length that a conversation with an agent has room for, if nothing else is said: four, and
+three answers of the agent's as long."""
 PAUSE_S = 1.0
 """Seconds before the second attempt, twice as many before the third, and so on."""
 THREADS = 64

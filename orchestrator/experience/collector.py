@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.unscored import PAUSE_S
-from orchestrator.data.prompts import Prompt
+from orchestrator.experience.agents import Agents
 from orchestrator.experience.answers import Answers
 from orchestrator.experience.checks import (
     check_own_logprobs,
@@ -32,7 +32,7 @@ from services.rollout.sample import Sample, Sampling
 
 SCORING = "timeouts.score_s"
 LINGER_S = 0.05
-"""Seconds that an answered conversation waits for others to go on with it, in one call."""
+"""Seconds that a conversation waits for others to go on with it, in one call."""
 OldLogprobs = Callable[[Columns], Awaitable[Floats]]
 """Log-probs [M] of the sampled tokens under the weights that will be trained on them."""
 
@@ -48,6 +48,7 @@ class Collector:
         stages: SampleStages | None = None,
         old_logprobs: OldLogprobs | None = None,
         answers: Answers | None = None,
+        agents: Agents | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
@@ -58,6 +59,7 @@ class Collector:
             stages: records when each sample was generated, scored, referenced, valued and given its old log-probs.
             old_logprobs: asked for each finished sample; None leaves them for later.
             answers: those of the run's environment; None if it has none.
+            agents: have the conversations in the place of both; None if the run has no agent.
             note: called with a message for the user: for each sample that is dropped without a score, and where a
                 batch takes long.
         """
@@ -65,7 +67,7 @@ class Collector:
         self._end_ids = end_ids
         self._config = config
         self._old_logprobs = old_logprobs
-        self._answers = answers
+        self._answers, self._agents = answers, agents
         self.note = note
         self._scorer = ""
         self.stages = stages or SampleStages(UNTRACED)
@@ -105,7 +107,8 @@ class Collector:
         """Finishes the experience of each request of one Generate call, each as soon as its sample has come.
 
         Where an environment answers a response, another call goes on from all tokens of the conversation so far, by
-        whatever replica has weights of `version` or later: what a lost replica had sampled is here.
+        whatever replica has weights of `version` or later: what a lost replica had sampled is here. An agent has its
+        conversations by itself.
 
         Waits for all services. If one fails beyond its client's retries, the other calls are cancelled, and cancelled
         Generate calls abort their requests in the engines.
@@ -124,7 +127,7 @@ class Collector:
             Internal: a sample was lost.
         """
         asked, missing = time.monotonic(), len(requests)
-        answered: list[Conversation] = []
+        waiting: list[Conversation] = []
 
         async def complete(conversations: Sequence[Conversation], attempt: int = 0) -> None:
             nonlocal missing
@@ -166,13 +169,23 @@ class Collector:
                             group.create_task(go_on(self._answers, conversation))
 
         async def go_on(answers: Answers, conversation: Conversation) -> None:
-            """Has it answered; the first of those that are answered together takes them further."""
             with self.stages("answer", [conversation.request.number]):
-                answered.append(await answers.to(conversation))
-            if len(answered) == 1:
+                further = await answers.to(conversation)
+            await take_further(further)
+
+        async def have(agents: Agents, request: SampleRequest) -> None:
+            with self.stages("generate", [request.number]) as finished:
+                had = await agents.converse(request, version=version, newest=newest, on_repeat=on_repeat)
+                finished(request.number, tokens=had.sampled)
+            await take_further(had)
+
+        async def take_further(conversation: Conversation) -> None:
+            """Has it scored, or another response sampled. The first of those that come together takes all."""
+            waiting.append(conversation)
+            if len(waiting) == 1:
                 await asyncio.sleep(LINGER_S)
-                together = answered[:]
-                answered.clear()
+                together = waiting[:]
+                waiting.clear()
                 if over := [each for each in together if each.segments[-1].sampled]:
                     group.create_task(complete(over))
                 if others := [each for each in together if not each.segments[-1].sampled]:
@@ -180,7 +193,11 @@ class Collector:
 
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
         async with asyncio.TaskGroup() as group:
-            await respond([Conversation.of(request) for request in requests])
+            if self._agents is None:
+                await respond([Conversation.of(request) for request in requests])
+            else:
+                for request in requests:
+                    group.create_task(have(self._agents, request))
         if missing:  # as after a task that was cancelled by itself, which the group does not tell of
             raise Internal(f"{missing} of {len(requests)} samples were lost on their way")
 
@@ -240,9 +257,8 @@ class Collector:
         """The conversations with the columns of SCHEMA, NaN for scores of those that have none, and the reasons for
         which these have none."""
         columns = trajectories(conversations)
-        prompts = [each.request.prompt for each in conversations]
         async with asyncio.TaskGroup() as group:
-            scores = group.create_task(self._scores(columns, prompts))
+            scores = group.create_task(self._scores(columns, conversations))
             per_token = {
                 "ref_logprobs": group.create_task(self._references(columns)),
                 "values": group.create_task(self._values(columns, critic_step)),
@@ -253,14 +269,14 @@ class Collector:
         return columns.with_rows(**by_column).with_sampled(**come), unscored
 
     async def _scores(
-        self, columns: Columns, prompts: Sequence[Prompt]
+        self, columns: Columns, conversations: Sequence[Conversation]
     ) -> tuple[dict[str, Floats], Mapping[int, Unscored]]:
         """Column -> scores, [B], and the reasons for which some have none."""
-        further = [prompt.columns for prompt in prompts]
+        further = [each.columns for each in conversations]
         with self.stages("score", columns["number"].tolist()), within(SCORING):
             scores = await self._services.reward.score(
                 columns,
-                labels=[prompt.label for prompt in prompts],
+                labels=[each.request.prompt.label for each in conversations],
                 columns=further if any(further) else (),
                 groups=columns["group"].tolist(),
                 ended=(~columns["truncated"]).tolist(),

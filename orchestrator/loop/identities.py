@@ -1,10 +1,12 @@
-"""Identities of the services' models and of the environment, by which a run notices that one was replaced."""
+"""Identities of the services' models, of the environment and of the agent, by which a run notices that one was
+replaced."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 
 from orchestrator.clients import Infos
+from orchestrator.environments.agent import Agent
 from orchestrator.environments.contract import Environment
 from protos import reward_pb2
 from quartet.config.base import Config
@@ -25,8 +27,10 @@ class PartIdentity(Config):
         return f"{self.name} ({self.digest[:SHOWN_DIGITS]})"
 
 
-def environment_identity(environment: Environment | None) -> dict[str, PartIdentity]:
-    """Place -> identity of the run's environment; nothing without one."""
+def user_identities(environment: Environment | None, agent: Agent | None = None) -> dict[str, PartIdentity]:
+    """Place -> identity of the run's environment or agent; nothing without one."""
+    if agent is not None:
+        return {"agent": PartIdentity(name=agent.name, digest=agent.identity)}
     if environment is None:
         return {}
     digest = environment.identity

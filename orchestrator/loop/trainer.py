@@ -125,7 +125,7 @@ class Trainer:
             await publishing.publish(done.policy_version)
         report.add(estimate.metrics | distance.metrics | learned | ledger(state, done, batch.collected))
         report.add(staleness(state.policy_version, batch.collected))
-        report.add(turns(batch.collected) if self._config.environment else {})
+        report.add(turns(batch.collected) if self._config.conversation else {})
         report.add(speeds(batch.collected, report.seconds("train"), self._config.algorithm.epochs))
         if self._evaluator and self._is_evaluated(done.step):
             with report.stage("publish"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from orchestrator.clients import unlike_dtypes
+from orchestrator.commands.checks.agents import agent_of, door_of_agents
 from orchestrator.commands.checks.architectures import limit, untested
 from orchestrator.commands.checks.fitting import (
     ends_without_token,
@@ -36,6 +37,7 @@ from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_pr
 from orchestrator.data.tables import split_names
 from orchestrator.deployment.file import Deployment, ServicesFile
 from orchestrator.deployment.recomputation import choices
+from orchestrator.environments.agent import Agent
 from orchestrator.environments.contract import Environment, Schema, load_environment
 from orchestrator.evaluation.judges import Judge
 from orchestrator.experience.calls import form_of
@@ -66,6 +68,8 @@ class Inputs:
     """Distribution that responses are sampled from."""
     environment: Environment | None = None
     """The environment that answers responses; None if the run has none."""
+    agent: Agent | None = None
+    """The agent that has the conversations; None if the run has none."""
     remarks: tuple[str, ...] = ()
     """Remarks on the configuration."""
 
@@ -111,7 +115,9 @@ def _inputs(deployment: Deployment) -> Inputs:
     config, problems = deployment.orchestrator, _Problems()
     problems.lines += _disagreements(deployment)
     judges = problems.among(load_judges, config)
-    environment = problems.among(environment_of, config)
+    environment, agent = problems.among(environment_of, config), problems.among(agent_of, config)
+    if config.agent is not None:
+        problems.among(door_of_agents, deployment)
     problems.lines += [*unstartable(deployment), *unfit_policy(config)]
     tokenizer = problems.among(load_tokenizer, config.policy.model, before=f"{POLICY_FIELD}: ")
     train = held_out = None
@@ -146,7 +152,7 @@ def _inputs(deployment: Deployment) -> Inputs:
             f"orchestrator.data: {config.data.path} has no split {EVAL}, so nothing is evaluated during the run; "
             "to hold prompts out, set prompt_split to train[:90%] and eval_split to train[90%:]",
         )
-    return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), environment, remarks)
+    return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), environment, agent, remarks)
 
 
 def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:

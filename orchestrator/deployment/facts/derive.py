@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from orchestrator.algorithms.registry import parse
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS, Facts
+from orchestrator.environments.config import AgentConfig, EnvironmentConfig
 from quartet.config.base import GIB, IDLE_THREADS_SLEEP, MIB, ConfigError
 from quartet.config.functions import PATH
 from quartet.security.port import GUARD
@@ -196,20 +197,24 @@ class _Derivation:
     def _response(self) -> int:
         if self._facts.max_new_tokens:
             return self._facts.max_new_tokens
-        environment, half = self._facts.environment, self._longest // 2
-        if environment is None:
+        conversation, half = self._conversation, self._longest // 2
+        if conversation is None:
             most = half
-        elif environment.max_tokens:  # which two responses and an answer have to fit
-            most = min(half, (environment.max_tokens - 1) // 2)
+        elif conversation.max_tokens:  # which two responses and an answer have to fit
+            most = min(half, (conversation.max_tokens - 1) // 2)
         else:
-            most = half // environment.parts
+            most = half // conversation.parts
         return min(RESPONSE, max(1, most))
 
     @cached_property
     def _follows(self) -> int:
         """Most tokens after a prompt."""
-        environment = self._facts.environment
-        return self._response if environment is None else environment.longest(self._response)
+        conversation = self._conversation
+        return self._response if conversation is None else conversation.longest(self._response)
+
+    @property
+    def _conversation(self) -> EnvironmentConfig | AgentConfig | None:
+        return self._facts.environment or self._facts.agent
 
     @cached_property
     def _prompt(self) -> int:
@@ -289,8 +294,8 @@ class _Derivation:
     def _reward(self) -> dict[str, Any]:
         # Others may have it score longer pairs than the run does.
         args = {"tokenizer": self._facts.model, "scorer": self._scorer}
-        response, environment = self._facts.max_new_tokens or RESPONSE, self._facts.environment
-        follows = response if environment is None else environment.longest(response)
+        response, conversation = self._facts.max_new_tokens or RESPONSE, self._conversation
+        follows = response if conversation is None else conversation.longest(response)
         known = (self._facts.prompts.max_prompt_length or PROMPT) + follows
         return args | ({"max_length": self._whole} if known > REWARD_LENGTH else {})
 
@@ -336,9 +341,8 @@ class _Derivation:
         section |= {name: int(gib) if gib == int(gib) else gib for name, gib in memory.items() if gib is not None}
         section["data"] = prompts | {"max_prompt_length": lambda: self._prompt}
         section["sampling"] = {"max_new_tokens": lambda: self._response}
-        section |= (
-            {} if facts.environment is None else {"environment": facts.environment.model_dump(exclude_unset=True)}
-        )
+        for name, conversation in (("environment", facts.environment), ("agent", facts.agent)):
+            section |= {} if conversation is None else {name: conversation.model_dump(exclude_unset=True)}
         section["algorithm"] = {"kind": facts.algorithm.kind} | self._usual() | self._algorithm
         ranks = (facts.orchestrator.get("policy") or {}).get("ranks", layout.policy_ranks)
         policy = self._learner(facts.model, "model", ranks)
@@ -434,7 +438,7 @@ _NAMES = (
     ),
     (r"orchestrator\.sampling\.max_new_tokens\b", "max_new_tokens"),
     (r"orchestrator\.(gpu_gib|host_gib)\b", r"machine.\1"),
-    (r"orchestrator\.(name|seed|steps|batch_size|environment)\b", r"\1"),
+    (r"orchestrator\.(name|seed|steps|batch_size|environment|agent)\b", r"\1"),
     (r"(?m)^orchestrator: (?=batch_size\b)", ""),
     (r"(?<![\w.])grpc_options\.port\b", "port"),
     (r"(?<![\w.])http_options\.port\b", "http_port"),

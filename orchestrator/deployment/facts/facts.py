@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat
 from orchestrator.config.data import PromptsConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.applications import SERVICES
-from orchestrator.environments.config import EnvironmentConfig
+from orchestrator.environments.config import AgentConfig, EnvironmentConfig
 from quartet.config.base import LAST_PORT, Config, ConfigError, Count, Dtype
 from quartet.config.explain import shown, unknown, unknown_keys
 from quartet.config.learner import LoraConfig
@@ -42,6 +42,7 @@ _STATED = {
     "data": "prompts",
     "sampling.max_new_tokens": "max_new_tokens",
     "environment": "environment",
+    "agent": "agent",
     "policy.model": "model",
     "policy.dtype": "dtype",
     "policy.optimizer.learning_rate": "algorithm.learning_rate",
@@ -117,11 +118,15 @@ class Facts(Config):
     batch_size: Count = 128
     """Responses in a step."""
     max_new_tokens: Count | None = None
-    """Longest response, in tokens. Null: half of what the models take, 256 at most; with an environment less, so that
-    a conversation has room."""
+    """Longest response, in tokens. Null: half of what the models take, 256 at most; with an environment or an agent
+    less, so that a conversation has room."""
     environment: EnvironmentConfig | None = None
     """An environment that answers between responses: its `kind`, as package.module:Class, and the bounds of a
     conversation. Text alone is its `kind`. Null: each prompt gets one response."""
+    agent: AgentConfig | None = None
+    """An agent that has conversations with the model by OpenAI's protocol: its `kind`, as package.module:function,
+    and the bounds of a conversation. Text alone is its `kind`. Needs `security: {http: true}`. Null: the run asks for
+    the responses."""
     seed: NonNegativeInt = 0
     """Seed of the prompt order, the sampling and the minibatch order."""
     dtype: Dtype | None = None
@@ -157,7 +162,7 @@ class Facts(Config):
             ConfigError: a line for each wrong field.
         """
         values = {key: value for key, value in raw.items() if key != "shared"}
-        for fact, field in (("prompts", "path"), ("environment", "kind")):
+        for fact, field in (("prompts", "path"), ("environment", "kind"), ("agent", "kind")):
             if isinstance(text := values.get(fact), str):
                 values[fact] = {field: text}
         problems = list(_repeated(values))

@@ -186,7 +186,7 @@ def test_the_addresses_for_clients_of_openais_protocol_are_those_of_the_rollout_
     deployment: Deployment,
 ) -> None:
     assert up.openai_addresses(deployment) == ["http://127.0.0.1:18000/rollout/v1"]
-    assert up._http(deployment, RewardConfig) == ["http://127.0.0.1:18000/reward"]
+    assert deployment.http_addresses(RewardConfig) == {"reward": "http://127.0.0.1:18000/reward"}
     first, *others = deployment.raw["applications"]
     at_the_root = replace(deployment, raw=deployment.raw | {"applications": [first | {"route_prefix": "/"}, *others]})
     assert up.openai_addresses(at_the_root) == ["http://127.0.0.1:18000/v1"]

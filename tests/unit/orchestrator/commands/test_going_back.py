@@ -45,7 +45,7 @@ def losing(folder: Path, policy: Path, errors: list[Exception], **checkpoint: An
     notes: list[str] = []
     inputs = SimpleNamespace(notes=(), distribution=None)
     progress, services = SimpleNamespace(note=notes.append), SimpleNamespace()
-    run = Losing(Deployment.load(path), inputs, services, progress, folder / "run", False)  # type: ignore[arg-type]
+    run = Losing(Deployment.load(path), inputs, services, None, progress, folder / "run", False)  # type: ignore[arg-type]
     object.__setattr__(run, "attempts", [])
     object.__setattr__(run, "errors", errors)
     return run, notes

@@ -15,7 +15,7 @@ import pytest
 from examples.calculator import Calculator
 from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
 from orchestrator.environments.tools import MOST_TOLD, ToolError, Tools
-from orchestrator.loop.identities import environment_identity
+from orchestrator.loop.identities import user_identities
 from quartet.config.base import ConfigError
 
 
@@ -389,6 +389,6 @@ def test_an_environments_identity_knows_its_tools() -> None:
         def tools(self) -> list[dict[str, Any]]:
             return [{"type": "function", "function": {"name": self.tool}}]
 
-    digests = {environment_identity(each)["environment"].digest for each in (Other(), With("a"), With("b"))}
+    digests = {user_identities(each)["environment"].digest for each in (Other(), With("a"), With("b"))}
     assert len(digests) == 3
-    assert environment_identity(Other())["environment"].digest == "other"
+    assert user_identities(Other())["environment"].digest == "other"

@@ -9,7 +9,7 @@ from examples.second_try import SecondTry
 from orchestrator.clients import Infos
 from orchestrator.commands.beginning import first_state, resumed_state
 from orchestrator.experience.journal import ExperienceJournal
-from orchestrator.loop.identities import digests, environment_identity, identities
+from orchestrator.loop.identities import digests, identities, user_identities
 from orchestrator.loop.state import TrainState
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
 from quartet.config.base import ConfigError
@@ -118,12 +118,12 @@ def test_another_environment_is_an_error_as_another_model_is(policy_folder: Path
     class Other(SecondTry):
         identity = "another"
 
-    before = identities(infos()) | environment_identity(SecondTry())
+    before = identities(infos()) | user_identities(SecondTry())
     state = first_state(make_config(policy_folder), infos(), before, print)
     assert resumed_state(state, before, accept=False, note=print) == state
     for now in (
-        identities(infos()) | environment_identity(Other()),
-        identities(infos()) | environment_identity(None),
+        identities(infos()) | user_identities(Other()),
+        identities(infos()) | user_identities(None),
     ):
         with pytest.raises(
             ConfigError, match=r"^environment: examples.second_try:SecondTry \(.* when the checkpoint"

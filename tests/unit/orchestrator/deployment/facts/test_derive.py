@@ -110,6 +110,25 @@ def test_an_environment_is_one_fact_and_all_lengths_have_room_for_its_conversati
         assert deployment.orchestrator.longest_response == max_tokens
 
 
+def test_an_agent_is_one_fact_and_all_lengths_have_room_for_its_conversations(
+    facts: dict[str, Any], tmp_path: Path
+) -> None:
+    opened = facts | {"security": {"http": True}}
+    deployment = loaded(opened | {"agent": "examples.agent:solve"}, tmp_path)
+    inputs, run = preflight(deployment), deployment.orchestrator
+    assert inputs.agent is not None
+    assert run.agent is not None
+    assert run.agent.kind == inputs.agent.name == "examples.agent:solve"
+    # Of 128 tokens that the models take, 7 parts of a conversation have half.
+    assert (run.sampling.max_new_tokens, run.longest_response) == (9, 63)
+    assert run.longest_sequence[0] == 128 == args(deployment.raw, "rollout")["max_length"]
+    bounds = {"kind": "examples.agent:solve", "max_tokens": 50}
+    run = loaded(opened | {"agent": bounds, "max_new_tokens": 10}, tmp_path).orchestrator
+    assert (run.data.max_prompt_length, run.longest_response) == (78, 50)
+    with pytest.raises(ConfigError, match=r"^security.http: should be true"):
+        preflight(loaded(facts | {"agent": bounds}, tmp_path))
+
+
 def test_what_is_wrong_with_an_environment_is_told_by_its_fact(facts: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^environment.kind: 'no_such_file:Thing' should be package.module:name"):
         preflight(loaded(facts | {"environment": "no_such_file:Thing"}, tmp_path))

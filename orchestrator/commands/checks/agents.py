@@ -1,0 +1,47 @@
+"""The agent of a run, and the address at which it reaches the rollout service."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.deployment.file import Deployment
+from orchestrator.environments.agent import Agent, load_agent
+from quartet.config.base import ConfigError
+from quartet.security.credentials import token_for
+from services.rollout.client import RolloutClient
+from services.rollout.config import RolloutConfig
+from services.rollout.session_client import SessionClient
+
+
+def agent_of(config: OrchestratorConfig) -> Agent | None:
+    """The run's agent; None if it has none. ConfigError if it cannot be imported."""
+    section = config.agent
+    return None if section is None else load_agent(section.kind, "orchestrator.agent.kind")
+
+
+def door_of_agents(deployment: Deployment) -> str:
+    """The address at which the run's agents reach the rollout service. ConfigError if it is closed, or not known."""
+    if not deployment.port.http:
+        raise ConfigError(
+            "security.http: should be true, as the agent speaks OpenAI's protocol with the rollout service (docs/"
+            "openai.md); then `quartet down` and `quartet up`"
+        )
+    name = deployment.orchestrator.services.rollout.application or RolloutClient.SERVICE
+    address = deployment.http_addresses(RolloutConfig).get(name)
+    if address is None:
+        raise ConfigError(
+            f"orchestrator.services.rollout: {name} is not deployed by this file, so the address at which the agent "
+            "would reach it is not known; put the application in this file"
+        )
+    return address
+
+
+@asynccontextmanager
+async def sessions_of(deployment: Deployment) -> AsyncIterator[SessionClient | None]:
+    """Context with a client for the sessions of the run's agent; None if it has none. ConfigError as
+    `door_of_agents`."""
+    if deployment.orchestrator.agent is None:
+        yield None
+        return
+    async with SessionClient(door_of_agents(deployment), token_for(deployment.orchestrator.target)) as sessions:
+        yield sessions

@@ -1,0 +1,199 @@
+"""Conversations that an agent has with the policy: begun, awaited, and read from their sessions as samples."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from inspect import isawaitable, iscoroutinefunction
+from typing import Any, Self
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.environments.agent import Agent, Task
+from orchestrator.environments.config import PAUSE_S
+from orchestrator.experience.beside import in_thread
+from orchestrator.experience.conversation import Conversation
+from orchestrator.experience.requests import SampleRequest
+from quartet.config.base import ConfigError
+from quartet.wire.callers import Purpose
+from quartet.wire.errors import InvalidReply, NotFound, ServiceError
+from services.rollout.client import RolloutClient
+from services.rollout.sample import FinishReason
+from services.rollout.session_client import Session, SessionClient
+from services.rollout.session_trajectory import trajectories_of
+
+
+class _Failed(Exception):
+    """A conversation did not come to its end; the message says why."""
+
+
+class Agents:
+    """Has an agent make samples of prompts."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: OrchestratorConfig,
+        sessions: SessionClient,
+        rollout: RolloutClient,
+        purpose: Purpose,
+    ) -> None:
+        """
+        Args:
+            agent: the one that the configuration names.
+            config: bounds of the conversations and of responses.
+            sessions: where they are had.
+            rollout: holds the run's lease.
+            purpose: that of the conversations, which decides on their place in the queue.
+        """
+        assert config.agent is not None
+        self._agent, self._config, self._run = agent, config.agent, config
+        self._sessions, self._rollout, self._purpose = sessions, rollout, purpose
+        self._on_loop = iscoroutinefunction(agent.function)
+        self._places = asyncio.Semaphore(config.agent.at_once)
+
+    @classmethod
+    def of(
+        cls,
+        agent: Agent | None,
+        config: OrchestratorConfig,
+        sessions: SessionClient | None,
+        rollout: RolloutClient,
+        purpose: Purpose,
+    ) -> Self | None:
+        """Conversations of the run's agent; None if it has none."""
+        return None if agent is None or sessions is None else cls(agent, config, sessions, rollout, purpose)
+
+    async def converse(
+        self,
+        request: SampleRequest,
+        *,
+        version: int | None,
+        newest: int | None,
+        on_repeat: Callable[[int], None],
+    ) -> Conversation:
+        """The conversation about a prompt, from beginning to end.
+
+        Args:
+            request: the prompt, and the seed from which those of the responses follow.
+            version, newest: the oldest and the newest policy version that may serve it; None for any.
+            on_repeat: called with 1 before it is begun again.
+
+        Raises:
+            ConfigError: the agent failed or was late, as often as a conversation may be begun.
+            ServiceError: the rollout service starts no session in time.
+        """
+        for attempt in range(1, self._config.attempts + 1):
+            if attempt > 1:
+                await asyncio.sleep((attempt - 1) * PAUSE_S)
+                on_repeat(1)
+            try:
+                async with self._places:
+                    return await self._begun(request, version, newest)
+            except (_Failed, NotFound) as error:
+                reason = str(error)
+        raise ConfigError(
+            f"agent {self._agent.name}: sample {request.number}, prompt row {request.prompt.row}: {reason}, the last "
+            f"of {attempt} attempts (orchestrator.agent.conversation_s, attempts); mend it, and go on with --resume, "
+            "after a change of the agent's file with --accept-changed-services"
+        )
+
+    async def _begun(self, request: SampleRequest, version: int | None, newest: int | None) -> Conversation:
+        """A conversation in a session of its own. NotFound: its tokens are lost."""
+        session = await self._sessions.start(self._terms(request, version, newest), self._patience_s)
+        try:
+            result, failure = await self._had(self._task(request, session))
+            told = await self._sessions.trajectory(session, self._patience_s)
+        finally:
+            with suppress(ServiceError):
+                await self._sessions.remove(session)
+        # An agent may fail where another response would not fit: that is the end of its conversation.
+        if failure and not told["full"]:
+            raise _Failed(failure)
+        return _read(told, request, result)
+
+    @property
+    def _patience_s(self) -> float:
+        return self._run.timeouts.generate_s
+
+    def _terms(self, request: SampleRequest, version: int | None, newest: int | None) -> dict[str, Any]:
+        run, terms = self._run, dict[str, Any]()
+        terms |= {"task_id": f"sample {request.number}", "purpose": self._purpose.name.lower()}
+        terms |= {"temperature": run.sampling.temperature, "max_tokens": run.sampling.max_new_tokens}
+        terms |= {"max_length": run.longest_sequence[0], "kept_s": self._config.conversation_s + self._patience_s}
+        terms |= {} if request.seed is None else {"seed": request.seed}
+        if version is not None:
+            lease = self._rollout.lease
+            terms |= {"min_version": version, "lease": {"run_id": lease.run_id, "number": lease.number}}
+            terms |= {} if newest is None else {"max_version": newest}
+        return terms
+
+    def _task(self, request: SampleRequest, session: Session) -> Task:
+        prompt = request.prompt
+        return Task(
+            base_url=f"{self._sessions.address}/v1",
+            api_key=session.api_key,
+            model=session.model,
+            sample=request.number,
+            row=prompt.row,
+            prompt=prompt.text,
+            label=prompt.label,
+            columns=prompt.columns,
+            seed=request.seed,
+        )
+
+    async def _had(self, task: Task) -> tuple[Any, str]:
+        """The agent's result at the end of a conversation; and the reason why it did not come to that, empty if it
+        did."""
+        seconds = self._config.conversation_s
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                result = await self._returned(task)
+            json.dumps(result, allow_nan=False)
+            return result, ""
+        except (Exception, asyncio.CancelledError) as error:  # the user's own code, which may raise anything
+            # Its own awaits may have been cancelled; a task group would take that for the end of this one.
+            task_ = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task_ is not None and task_.cancelling():
+                raise
+            late = isinstance(error, TimeoutError) and limit.expired()
+            return None, f"did not end within {seconds:g} s" if late else f"failed with {error!r}"
+
+    async def _returned(self, task: Task) -> Any:
+        function = self._agent.function
+        try:
+            if self._on_loop:
+                return await function(task)
+            given = await in_thread(lambda: function(task), f"agent, sample {task.sample}")
+            # A plain function may give one too, such as a coroutine function that is wrapped in another.
+            return await given if isawaitable(given) else given
+        except SystemExit as error:  # which would end the run as if it were the run's own
+            raise RuntimeError(repr(error)) from error
+
+
+def _read(told: dict[str, Any], request: SampleRequest, result: Any) -> Conversation:
+    """The conversation that a session holds.
+
+    Raises:
+        _Failed: it has no response, or its history was changed in between.
+        InvalidReply: the session is not as it should be.
+    """
+    try:
+        found = trajectories_of(told, request.number, request.group, request.prompt.row)
+        turns = [turn for turn in told["interactions"] if not turn["superseded"]]
+        ends = [FinishReason(turn["finish_reason"]) for turn in turns]
+    except (KeyError, ValueError) as error:
+        raise InvalidReply(f"/rl/trajectory: {error!r}") from None
+    if not found or not ends:
+        raise _Failed("asked the model for nothing")
+    if len(found) > 1:
+        raise _Failed(
+            f"changed the history of its messages ({len(found) - 1} times): each request should have all messages "
+            "and answers before it, as they were"
+        )
+    return Conversation(
+        request,
+        tuple(found[0].segments),
+        turn=len(ends),
+        truncated=bool(told["full"]) or ends[-1] is FinishReason.LENGTH,
+        result=result,
+    )

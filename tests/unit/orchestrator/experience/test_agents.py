@@ -1,0 +1,325 @@
+"""Agents: what a conversation is made of, and what becomes of those that fail, are late or change their history."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.data.prompts import Prompt
+from orchestrator.environments.agent import Agent, Task
+from orchestrator.experience import agents as module
+from orchestrator.experience.agents import Agents
+from orchestrator.experience.conversation import Conversation
+from orchestrator.experience.requests import SampleRequest
+from protos import common_pb2
+from quartet.config.base import ConfigError
+from quartet.security.identity import Caller
+from quartet.trajectory import Segment
+from quartet.wire.callers import Purpose
+from quartet.wire.codec import Ints
+from quartet.wire.errors import NotFound, Unavailable
+from services.rollout.client import RolloutClient
+from services.rollout.session_client import SessionClient
+from services.rollout.session_terms import terms_of
+from services.rollout.sessions import Sessions
+from tests.unit.fakes import make_config
+
+ME = Caller("me", "trainer")
+REQUEST = SampleRequest(5, Prompt(2, np.asarray([7, 8], np.int32), "w7 w8", "w9", columns={"unit": "m"}), 77, 4)
+
+
+def ids(*numbers: int) -> Ints:
+    return np.asarray(numbers, np.int32)
+
+
+@dataclass
+class Door:
+    """The paths of sessions, before real ones. Agents of tests record into them what a model would have sampled."""
+
+    held: Sessions = field(default_factory=Sessions)
+    started: list[dict[str, Any]] = field(default_factory=list)
+    lost: int = 0
+    """Sessions that are lost when their tokens are asked for."""
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        if request.url.path.endswith("/rl/start_session"):
+            name = f"session-{len(self.started)}"
+            self.started.append(body)
+            self.held.start(ME.name, name, "t", body["task_id"], terms_of(body, ME))
+            return httpx.Response(200, json={"session_id": name, "api_key": name, "model": "mine"})
+        name = body["session_id"]
+        try:
+            if body.get("remove"):
+                self.held.remove(ME.name, name)
+                return httpx.Response(200, json={"removed": True})
+            if self.lost:
+                self.lost -= 1
+                raise NotFound(f"{name} is not here")
+            told = self.held.trajectory(ME.name, name)
+        except NotFound as error:
+            return httpx.Response(404, json={"error": {"message": str(error)}})
+        return httpx.Response(200, json=json.loads(json.dumps(told, default=lambda array: array.tolist())))
+
+    def say(self, task: Task, prompt: Ints, *response: int, finish_reason: str = "stop") -> None:
+        """Has the model say something to an agent."""
+        sampled = Segment(ids(*response), np.full(len(response), -1, np.float32), ((3, 0, len(response)),))
+        digest, number = b"", f"chat-{len(prompt)}"
+        self.held.record(ME.name, task.api_key, number, prompt, sampled, digest, "c", finish_reason)
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+@pytest.fixture
+def config(policy_folder: Path) -> OrchestratorConfig:
+    return make_config(
+        policy_folder,
+        data={"path": "p.jsonl", "max_prompt_length": 16},
+        sampling={"max_new_tokens": 8, "temperature": 0.7},
+        agent={"kind": "a:b", "max_tokens": 40, "conversation_s": 30},
+        timeouts={"generate_s": 20},
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+
+
+async def converse(
+    door: Door, config: OrchestratorConfig, function: Callable[[Task], Any], **bounds: int | None
+) -> tuple[Conversation, int]:
+    """A conversation, and how often it was begun again."""
+    rollout = RolloutClient.__new__(RolloutClient)
+    rollout.lease = common_pb2.Lease(run_id="mine-1", number=4, identity="me")
+    repeats: list[int] = []
+    async with SessionClient("http://127.0.0.1:1/rollout", "key", httpx.MockTransport(door)) as sessions:
+        agents = Agents(Agent("a:b", function, "digest"), config, sessions, rollout, Purpose.TRAINING)
+        given: dict[str, Any] = {"version": None, "newest": None, "on_repeat": repeats.append} | bounds
+        return await agents.converse(REQUEST, **given), sum(repeats)
+
+
+async def test_what_was_sampled_and_what_was_given_are_segments(door: Door, config: OrchestratorConfig) -> None:
+    tasks: list[Task] = []
+
+    async def solve(task: Task) -> dict[str, int]:
+        tasks.append(task)
+        door.say(task, ids(7, 8, 5), 10, 11)
+        door.say(task, ids(7, 8, 5, 10, 11, 6, 5), 12)
+        return {"tries": 2}
+
+    had, repeats = await converse(door, config, solve)
+    assert [segment.ids.tolist() for segment in had.segments] == [[7, 8, 5], [10, 11], [6, 5], [12]]
+    assert [segment.sampled for segment in had.segments] == [False, True, False, True]
+    assert (had.turn, had.truncated, had.sampled, repeats) == (2, False, 3, 0)
+    assert had.columns == {"unit": "m", "result": {"tries": 2}}
+    [task] = tasks
+    assert (task.base_url, task.model, task.seed) == ("http://127.0.0.1:1/rollout/v1", "mine", 77)
+    assert (task.sample, task.row, task.prompt, task.label, task.columns) == (5, 2, "w7 w8", "w9", {"unit": "m"})
+    assert "session" not in repr(task)
+    assert door.held.counts["sessions"] == 0
+
+
+async def test_the_session_is_on_the_run_s_terms(door: Door, config: OrchestratorConfig) -> None:
+    async def solve(task: Task) -> None:
+        door.say(task, ids(7), 10)
+
+    had, _ = await converse(door, config, solve, version=3, newest=4)
+    assert had.columns == {"unit": "m"}
+    assert door.started == [
+        {
+            **{"task_id": "sample 5", "purpose": "training", "temperature": 0.7, "max_tokens": 8, "max_length": 56},
+            **{"kept_s": 50.0, "seed": 77, "min_version": 3, "max_version": 4},
+            "lease": {"run_id": "mine-1", "number": 4},
+        }
+    ]
+
+
+async def test_a_plain_function_has_a_thread(door: Door, config: OrchestratorConfig) -> None:
+    loop = asyncio.get_running_loop()
+
+    def solve(task: Task) -> str:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)  # the loop goes on meanwhile
+        door.say(task, ids(7), 10)
+        return "done"
+
+    had, _ = await converse(door, config, solve)
+    assert had.result == "done"
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), SystemExit(3), asyncio.CancelledError(), TimeoutError("its own")])
+async def test_a_conversation_that_failed_is_begun_again(
+    door: Door, config: OrchestratorConfig, error: BaseException
+) -> None:
+    begun: list[str] = []
+
+    async def solve(task: Task) -> None:
+        begun.append(task.api_key)
+        door.say(task, ids(7), 10 + len(begun))
+        if len(begun) < 3:
+            raise error
+
+    had, repeats = await converse(door, config, solve)
+    assert had.segments[1].ids.tolist() == [13]
+    assert (len({*begun}), repeats) == (3, 2)
+    assert door.held.counts["sessions"] == 0
+
+
+async def test_it_ends_the_run_by_name_at_its_last_attempt(door: Door, config: OrchestratorConfig) -> None:
+    async def solve(task: Task) -> None:
+        raise OSError("the sandbox is gone")
+
+    said = r"agent a:b: sample 5, prompt row 2: failed with OSError\('the sandbox is gone'\), the last of 3 attempts"
+    with pytest.raises(ConfigError, match=said):
+        await converse(door, config, solve)
+    assert len(door.started) == 3
+    assert door.held.counts["sessions"] == 0
+
+
+async def test_so_many_go_on_at_a_time_as_may(door: Door, config: OrchestratorConfig) -> None:
+    assert config.agent is not None
+    few = config.model_copy(update={"agent": config.agent.model_copy(update={"at_once": 2})})
+    going = most = 0
+
+    async def solve(task: Task) -> None:
+        nonlocal going, most
+        going += 1
+        most = max(most, going)
+        await asyncio.sleep(0.01)
+        door.say(task, ids(7), 10)
+        going -= 1
+
+    async with SessionClient("http://127.0.0.1:1/rollout", "key", httpx.MockTransport(door)) as sessions:
+        rollout = RolloutClient.__new__(RolloutClient)
+        agents = Agents(Agent("a:b", solve, "digest"), few, sessions, rollout, Purpose.TRAINING)
+        bounds: dict[str, Any] = {"version": None, "newest": None, "on_repeat": lambda count: None}
+        await asyncio.gather(*(agents.converse(REQUEST, **bounds) for _ in range(6)))
+    assert (most, len(door.started)) == (2, 6)
+
+
+async def test_one_that_does_not_end_is_late(door: Door, config: OrchestratorConfig) -> None:
+    assert config.agent is not None
+    short = config.agent.model_copy(update={"conversation_s": 0.05, "attempts": 2})
+
+    async def solve(task: Task) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(ConfigError, match=r"did not end within 0\.05 s, the last of 2 attempts"):
+        await converse(door, config.model_copy(update={"agent": short}), solve)
+
+
+async def test_a_command_that_is_late_is_ended(door: Door, config: OrchestratorConfig) -> None:
+    """The one of docs/extend.md."""
+    assert config.agent is not None
+    short = config.agent.model_copy(update={"conversation_s": 0.5, "attempts": 1})
+    begun: list[asyncio.subprocess.Process] = []
+
+    async def solve(task: Task) -> int:
+        process = await asyncio.create_subprocess_exec("sleep", "600", env={"PATH": "/usr/bin:/bin"})
+        begun.append(process)
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+    with pytest.raises(ConfigError, match=r"did not end within 0\.5 s"):
+        await converse(door, config.model_copy(update={"agent": short}), solve)
+    [process] = begun
+    assert await process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("responses", "result", "said"),
+    [
+        ([], None, "asked the model for nothing"),
+        ([ids(7), ids(9)], None, r"changed the history of its messages \(1 times\)"),
+        ([ids(7)], float("nan"), "Out of range float values are not JSON compliant"),
+        ([ids(7)], {1, 2}, "Object of type set is not JSON serializable"),
+    ],
+)
+async def test_what_cannot_be_trained_on_is_a_failure(
+    door: Door, config: OrchestratorConfig, responses: list[Ints], result: Any, said: str
+) -> None:
+    async def solve(task: Task) -> Any:
+        for number, prompt in enumerate(responses):
+            door.say(task, prompt, 10 + number)
+        # What superseded responses are told from: both count.
+        for turn in door.held.trajectory(ME.name, task.api_key)["interactions"]:
+            turn["reward"] = 1.0
+        return result
+
+    with pytest.raises(ConfigError, match=said):
+        await converse(door, config, solve)
+
+
+async def test_lost_tokens_are_sampled_again(door: Door, config: OrchestratorConfig) -> None:
+    door.lost = 1
+
+    async def solve(task: Task) -> None:
+        door.say(task, ids(7), 10)
+
+    had, repeats = await converse(door, config, solve)
+    assert (had.segments[1].ids.tolist(), repeats) == ([10], 1)
+
+
+async def test_a_response_that_was_cut_off_is_truncated(door: Door, config: OrchestratorConfig) -> None:
+    async def solve(task: Task) -> None:
+        door.say(task, ids(7), 10, finish_reason="length")
+
+    assert (await converse(door, config, solve))[0].truncated
+
+    async def goes_on(task: Task) -> None:
+        await solve(task)
+        door.say(task, ids(7, 10, 5), 11)
+
+    assert not (await converse(door, config, goes_on))[0].truncated
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_conversation_without_room_is_over(door: Door, config: OrchestratorConfig, fails: bool) -> None:
+    """Clients of OpenAI's protocol raise where a prompt is too long, and agents seldom expect that."""
+
+    async def solve(task: Task) -> None:
+        door.say(task, ids(7), 10)
+        door.held.fill(ME.name, task.api_key)
+        if fails:
+            raise ValueError("400: leaves no room for a response")
+
+    had, repeats = await converse(door, config, solve)
+    assert (had.truncated, repeats, had.result) == (True, 0, None)
+
+
+async def test_a_run_that_ends_removes_its_sessions(door: Door, config: OrchestratorConfig) -> None:
+    begun = asyncio.Event()
+
+    async def solve(task: Task) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    under_way = asyncio.create_task(converse(door, config, solve))
+    await begun.wait()
+    under_way.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await under_way
+    assert door.held.counts["sessions"] == 0
+
+
+async def test_a_service_that_is_gone_is_waited_for_and_then_named(config: OrchestratorConfig) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(503, text="no replica could answer")
+
+    hasty = config.model_copy(update={"timeouts": config.timeouts.model_copy(update={"generate_s": 0.3})})
+    with pytest.raises(Unavailable, match=r"/rl/start_session: 503: no replica could answer"):
+        await converse(refuse, hasty, lambda task: None)  # type: ignore[arg-type]
