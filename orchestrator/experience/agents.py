@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from inspect import isawaitable, iscoroutinefunction
@@ -11,15 +12,24 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.environments.agent import Agent, Task
 from orchestrator.environments.config import PAUSE_S
 from orchestrator.experience.beside import in_thread
+from orchestrator.experience.checks import check_row
 from orchestrator.experience.conversation import Conversation
 from orchestrator.experience.requests import SampleRequest
 from quartet.config.base import ConfigError
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidReply, NotFound, ServiceError
+from quartet.wire.json_bounds import check_bounds
 from services.rollout.client import RolloutClient
 from services.rollout.sample import FinishReason
 from services.rollout.session_client import Session, SessionClient
 from services.rollout.session_trajectory import trajectories_of
+
+LONGEST_RESULT = 1 << 16
+"""Most characters of JSON that an agent may return, as a call to the reward service holds those of many samples."""
+
+
+_SAID = 500
+"""Most characters of an error that are repeated."""
 
 
 class _Failed(Exception):
@@ -148,15 +158,21 @@ class Agents:
         try:
             async with asyncio.timeout(seconds) as limit:
                 result = await self._returned(task)
-            json.dumps(result, allow_nan=False)
-            return result, ""
+            return _as_json(result), ""
         except (Exception, asyncio.CancelledError) as error:  # the user's own code, which may raise anything
             # Its own awaits may have been cancelled; a task group would take that for the end of this one.
             task_ = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task_ is not None and task_.cancelling():
                 raise
             late = isinstance(error, TimeoutError) and limit.expired()
-            return None, f"did not end within {seconds:g} s" if late else f"failed with {error!r}"
+            return None, f"did not end within {seconds:g} s" if late else f"failed with {self._told(error)}"
+
+    def _told(self, error: BaseException) -> str:
+        """An error of the agent's, and the line of its module that led to it."""
+        module = getattr(self._agent.function, "__module__", "")
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_globals.get("__name__") == module]
+        return repr(error)[:_SAID] + (f" at line {lines[-1]} of {module}" if lines else "")
 
     async def _returned(self, task: Task) -> Any:
         function = self._agent.function
@@ -168,6 +184,16 @@ class Agents:
             return await given if isawaitable(given) else given
         except SystemExit as error:  # which would end the run as if it were the run's own
             raise RuntimeError(repr(error)) from error
+
+
+def _as_json(result: Any) -> Any:
+    """A copy of what an agent returned, as JSON has it. ValueError or TypeError if JSON has no such thing, or it is
+    more than the reward service takes."""
+    text = json.dumps(result, allow_nan=False)
+    if len(text) > LONGEST_RESULT:
+        raise ValueError(f"returned {len(text)} characters of JSON, and {LONGEST_RESULT} is the most")
+    check_bounds(text.encode())
+    return json.loads(text)
 
 
 def _read(told: dict[str, Any], request: SampleRequest, result: Any) -> Conversation:
@@ -185,6 +211,9 @@ def _read(told: dict[str, Any], request: SampleRequest, result: Any) -> Conversa
         raise InvalidReply(f"/rl/trajectory: {error!r}") from None
     if not found or not ends:
         raise _Failed("asked the model for nothing")
+    for segment in found[0].segments:
+        if (logprobs := segment.logprobs) is not None:
+            check_row(f"/rl/trajectory: prompt row {request.prompt.row}: logprobs", logprobs, len(segment.ids))
     if len(found) > 1:
         raise _Failed(
             f"changed the history of its messages ({len(found) - 1} times): each request should have all messages "

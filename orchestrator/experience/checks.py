@@ -34,7 +34,7 @@ def check_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:
         where = f"rollout.Generate: prompt row {prompt.row}"
         if not len(sample.response_ids):
             raise InvalidReply(f"{where}: response_ids: empty; every response has a token")
-        _check_row(f"{where}: logprobs", sample.logprobs, len(sample.response_ids))
+        check_row(f"{where}: logprobs", sample.logprobs, len(sample.response_ids))
 
 
 def check_tokens(call: str, field: str, columns: Columns, values: Floats) -> None:
@@ -108,7 +108,9 @@ def first_not_finite(rows: Iterable[Floats]) -> float | None:
     return None
 
 
-def _check_row(where: str, row: Floats, length: int) -> None:
+def check_row(where: str, row: Floats, length: int) -> None:
+    """Raises InvalidReply, which begins with `where`, unless a response of this length has a finite log-prob for each
+    token."""
     if len(row) != length:
         raise InvalidReply(f"{where}: {len(row)} values for {length} response tokens; there must be one per token")
     finite = np.isfinite(row)

@@ -25,14 +25,17 @@ from quartet.security.identity import Caller
 from quartet.trajectory import Segment
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import Ints
-from quartet.wire.errors import NotFound, Unavailable
+from quartet.wire.errors import InvalidReply, NotFound, Unavailable
 from services.rollout.client import RolloutClient
 from services.rollout.session_client import SessionClient
 from services.rollout.session_terms import terms_of
+from services.rollout.session_trajectory import as_json
 from services.rollout.sessions import Sessions
 from tests.unit.fakes import make_config
 
 ME = Caller("me", "trainer")
+CIRCULAR: list[Any] = []
+CIRCULAR.append(CIRCULAR)
 REQUEST = SampleRequest(5, Prompt(2, np.asarray([7, 8], np.int32), "w7 w8", "w9", columns={"unit": "m"}), 77, 4)
 
 
@@ -67,7 +70,7 @@ class Door:
             told = self.held.trajectory(ME.name, name)
         except NotFound as error:
             return httpx.Response(404, json={"error": {"message": str(error)}})
-        return httpx.Response(200, json=json.loads(json.dumps(told, default=lambda array: array.tolist())))
+        return httpx.Response(200, text=as_json(told))
 
     def say(self, task: Task, prompt: Ints, *response: int, finish_reason: str = "stop") -> None:
         """Has the model say something to an agent."""
@@ -158,6 +161,18 @@ async def test_a_plain_function_has_a_thread(door: Door, config: OrchestratorCon
     assert had.result == "done"
 
 
+async def test_what_is_returned_is_as_it_was_then(door: Door, config: OrchestratorConfig) -> None:
+    steps = [1]
+
+    async def solve(task: Task) -> dict[str, Any]:
+        door.say(task, ids(7), 10)
+        return {"steps": steps}
+
+    had, _ = await converse(door, config, solve)
+    steps.append(2)
+    assert had.result == {"steps": [1]}
+
+
 @pytest.mark.parametrize("error", [OSError("gone"), SystemExit(3), asyncio.CancelledError(), TimeoutError("its own")])
 async def test_a_conversation_that_failed_is_begun_again(
     door: Door, config: OrchestratorConfig, error: BaseException
@@ -180,7 +195,8 @@ async def test_it_ends_the_run_by_name_at_its_last_attempt(door: Door, config: O
     async def solve(task: Task) -> None:
         raise OSError("the sandbox is gone")
 
-    said = r"agent a:b: sample 5, prompt row 2: failed with OSError\('the sandbox is gone'\), the last of 3 attempts"
+    said = r"agent a:b: sample 5, prompt row 2: failed with OSError\('the sandbox is gone'\) at line "
+    said += rf"{solve.__code__.co_firstlineno + 1} of {__name__}, the last of 3 attempts"
     with pytest.raises(ConfigError, match=said):
         await converse(door, config, solve)
     assert len(door.started) == 3
@@ -247,6 +263,9 @@ async def test_a_command_that_is_late_is_ended(door: Door, config: OrchestratorC
         ([ids(7), ids(9)], None, r"changed the history of its messages \(1 times\)"),
         ([ids(7)], float("nan"), "Out of range float values are not JSON compliant"),
         ([ids(7)], {1, 2}, "Object of type set is not JSON serializable"),
+        ([ids(7)], CIRCULAR, "Circular reference detected"),
+        ([ids(7)], "a" * 70_000, "returned 70002 characters of JSON, and 65536 is the most"),
+        ([ids(7)], json.loads("[" * 40 + "]" * 40), "more than 32 levels deep"),
     ],
 )
 async def test_what_cannot_be_trained_on_is_a_failure(
@@ -261,6 +280,15 @@ async def test_what_cannot_be_trained_on_is_a_failure(
         return result
 
     with pytest.raises(ConfigError, match=said):
+        await converse(door, config, solve)
+
+
+async def test_log_probs_have_to_be_finite(door: Door, config: OrchestratorConfig) -> None:
+    async def solve(task: Task) -> None:
+        sampled = Segment(ids(10, 11), np.asarray([-1, np.nan], np.float32), ((3, 0, 2),))
+        door.held.record(ME.name, task.api_key, "chat-1", ids(7), sampled, b"", "c", "stop")
+
+    with pytest.raises(InvalidReply, match=r"prompt row 2: logprobs\[1\] is nan; must be finite"):
         await converse(door, config, solve)
 
 
