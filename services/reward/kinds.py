@@ -229,6 +229,9 @@ class ColumnScorerConfig(_Kind):
     """Kind of the scorer."""
     column: Annotated[str, Field(min_length=1)] = "result"
     """Name of the column. An agent's result is in `result`."""
+    missing: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Score of a pair without the column, such as a conversation without room for another response, at which its
+    agent raised an error. Null: it has no score, which ends a run unless `orchestrator.unscored` drops it."""
 
 
 class JsonSchemaScorerConfig(_AnswerKind):

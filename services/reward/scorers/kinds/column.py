@@ -14,10 +14,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
     """The scorer's function."""
-    column = options["column"]
+    column, missing = options["column"], options["missing"]
 
     def one(pair: Pair) -> Given:
-        value = pair.columns.get(column)
+        value = pair.columns.get(column, missing)
         if isinstance(value, int | float) and abs(value) <= _LARGEST:  # true and false are 1 and 0
             return float(value)
         told = "is missing" if value is None else "holds no number"

@@ -109,6 +109,14 @@ def test_a_column_holds_the_score_itself() -> None:
     ]
 
 
+def test_a_pair_without_the_column_has_the_score_that_is_said() -> None:
+    scorer = made(kind="column", missing=-1)
+    columns: list[dict[str, Any]] = [{"result": 0.5}, {}, {"result": "x"}]
+    assert told(scorer, [Pair("", "", columns=each) for each in columns]) == [0.5, -1, NOT_APPLICABLE]
+    with pytest.raises(ValidationError, match="missing"):
+        config(kind="column", missing=math.inf)
+
+
 def test_a_regular_expression_without_end_costs_its_pair_alone() -> None:
     scorer = made(kind="regex", pattern=r"(a|aa)+$", pair_timeout_s=1.0)
     assert told(scorer, [("a", ""), ("a" * 60 + "b", ""), ("c", "")]) == [1, TIMEOUT, 0]
