@@ -294,7 +294,8 @@ class OrchestratorConfig(Config):
         if self.data.chat_template:
             yield (
                 "data.chat_template: true, but an agent gets the prompt as the data have it, and its requests are "
-                "rendered by the template; leave it out"
+                "rendered by the template; leave it out. Messages that the data hold are for data.columns: the agent "
+                "finds them in task.columns, and data.input_key names a column of text"
             )
         if RESULT in self.data.columns:
             yield f"data.columns: {RESULT} is that of what the agent returns; give the one of the data another name"

@@ -1,7 +1,8 @@
 """The agent of a run, and the address at which it reaches the rollout service."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
@@ -34,6 +35,15 @@ def door_of_agents(deployment: Deployment) -> str:
             "would reach it is not known; put the application in this file"
         )
     return address
+
+
+def without_template(config: OrchestratorConfig, tokenizer: Any) -> Iterator[str]:
+    """A remark where the model cannot be sent messages."""
+    if config.agent is not None and not tokenizer.chat_template:
+        yield (
+            f"orchestrator.agent: {config.policy.model} has no chat template, so that messages of the agent will be "
+            "refused (/v1/chat/completions); put a chat_template.jinja into its folder"
+        )
 
 
 @asynccontextmanager

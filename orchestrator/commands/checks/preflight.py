@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from orchestrator.clients import unlike_dtypes
-from orchestrator.commands.checks.agents import agent_of, door_of_agents
+from orchestrator.commands.checks.agents import agent_of, door_of_agents, without_template
 from orchestrator.commands.checks.architectures import limit, untested
 from orchestrator.commands.checks.fitting import (
     ends_without_token,
@@ -147,6 +147,7 @@ def _inputs(deployment: Deployment) -> Inputs:
         untested,
     )
     remarks = tuple(remark for each in kinds for remark in each(deployment))
+    remarks += tuple(without_template(config, tokenizer))
     if config.evaluation.every and held_out is None:
         remarks += (
             f"orchestrator.data: {config.data.path} has no split {EVAL}, so nothing is evaluated during the run; "

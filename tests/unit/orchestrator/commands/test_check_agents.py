@@ -1,5 +1,7 @@
 """`quartet check` of runs whose conversations an agent has."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,27 @@ def test_a_rollout_service_of_another_file_has_no_known_door(agents: dict[str, A
     assert any(
         line.startswith("orchestrator.services.rollout: elsewhere is not deployed by this file") for line in said
     )
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages }}"])
+def test_a_model_that_takes_no_messages_is_remarked_on(
+    agents: dict[str, Any], tmp_path: Path, policy_folder: Path, template: str
+) -> None:
+    folder = shutil.copytree(policy_folder, tmp_path / "policy")
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    agents["orchestrator"]["policy"]["model"] = str(folder)
+    remarks = [each for each in checked(agents, tmp_path).remarks if "has no chat template" in each]
+    assert len(remarks) == (not template)
+
+
+def test_messages_of_the_data_come_by_a_column(agents: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "w7"}], "label": "w7"}]
+    (tmp_path / "messages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "messages.jsonl"), "input_key": "label", "columns": ["prompt"]}
+    agents["orchestrator"] |= {"data": data | {"max_prompt_length": 16}, "evaluation": {"every": 0}}
+    [prompt] = checked(agents, tmp_path).train.prompts
+    assert (prompt.text, prompt.columns) == ("w7", {"prompt": rows[0]["prompt"]})
 
 
 @pytest.mark.parametrize(
