@@ -102,12 +102,21 @@ class ServicesFile:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Puts the messages of errors meanwhile in the words of the file; their causes, such as an error of a user's
-        own code, stay."""
+        """Puts the messages of errors meanwhile, in groups too, in the words of the file; their causes, such as an
+        error of a user's own code, stay."""
         try:
             yield
-        except (ConfigError, PortError) as error:
-            raise type(error)(self.worded(str(error))) from error.__cause__
+        except (ConfigError, PortError, ExceptionGroup) as error:
+            raise self._named(error) from error.__cause__
+
+    def _named(self, error: Exception) -> Exception:
+        if isinstance(error, ExceptionGroup):
+            return error.derive([self._named(each) for each in error.exceptions])
+        if not isinstance(error, ConfigError | PortError):
+            return error
+        named = type(error)(self.worded(str(error)))
+        named.__cause__ = error.__cause__
+        return named
 
     def placed(self) -> Iterator[Placed]:
         """The deployments of the services in `services`, but for those that only pass calls on to scorers."""

@@ -10,6 +10,7 @@ import yaml
 from orchestrator.deployment.file import Deployment, ServicesFile
 from quartet.config.base import ConfigError
 from quartet.security.port import Port
+from quartet.wire.errors import Unavailable, leaves
 
 SERVICES = ("rollout", "reward", "reference", "critic")
 FUNCTIONS = [
@@ -29,6 +30,16 @@ def test_an_error_in_the_words_of_the_file_keeps_its_cause() -> None:
     with pytest.raises(ConfigError, match=r"^port: taken$") as told, written.naming():
         raise ConfigError("grpc_options.port: taken") from cause
     assert told.value.__cause__ is cause
+
+
+def test_so_does_one_in_a_group() -> None:
+    written = ServicesFile(path=Path("a.yaml"), applications=(), services={}, raw={}, port=Port(), facts=True)
+    taken, other = ConfigError("grpc_options.port: taken"), Unavailable("rollout: gone")
+    taken.__cause__ = OSError("of a user's own code")
+    with pytest.raises(ExceptionGroup) as told, written.naming():
+        raise ExceptionGroup("of tasks", [ExceptionGroup("of calls", [taken]), other])
+    [named, same] = leaves(told.value)
+    assert (type(named), str(named), named.__cause__, same) == (ConfigError, "port: taken", taken.__cause__, other)
 
 
 def test_a_file_is_read_whole(tmp_path: Path, section: dict[str, Any]) -> None:
