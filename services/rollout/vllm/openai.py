@@ -185,6 +185,7 @@ class VLLMCompletions:
                     self._check_ids(begun.ids.tolist())
                     ids = await following(self._renderer, engine, request, given["messages"], begun)
                     if ids is not None:
+                        call.check_room(len(ids))
                         # vLLM reads such ids in the place of the messages.
                         request.kv_transfer_params = {"prompt_token_ids": ids.tolist()}
                 reply = await self._created(create, request, call)

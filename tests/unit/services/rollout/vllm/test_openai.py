@@ -657,6 +657,15 @@ async def test_a_session_knows_that_a_prompt_left_no_room(talking: Replica, leng
     assert talking.llm.asked == []
 
 
+async def test_a_session_knows_that_a_turn_left_no_room(talking: Replica) -> None:
+    talking.sessions.held.start(ME.name, "run", "t", "", {"max_length": MAX_LENGTH})
+    said = (await talking.ask(CHAT, "run", messages=[USER], max_tokens=4)).json["choices"][0]["message"]
+    long = {"role": "user", "content": " ".join(["w5"] * (MAX_LENGTH - 4))}
+    with pytest.raises(InvalidArgument, match="prompt: leaves no room for a response"):
+        await talking.ask(CHAT, "run", messages=[USER, said, long])
+    assert told_of(talking, "run")["full"]
+
+
 async def test_a_lease_that_was_lost_samples_nothing(talking: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(request: pb.GenerateRequest) -> None:
         raise LeaseLost("another run holds the replicas")
