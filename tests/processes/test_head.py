@@ -174,7 +174,8 @@ async def test_a_role_is_asked_for_before_an_application(channels: dict[str, grp
             await channels["run-a"].unary_unary(method)(b"", **call)
         assert caught.value.code() is StatusCode.INVALID_ARGUMENT  # it may, and asks the wrong application
     ask = channels["run-a"].unary_unary("/quartet.v1.Reward/Info", None, reward_pb2.RewardInfo.FromString)
-    assert (await ask(b"", **call)).model.vocab_size
+    [scorer] = (await ask(b"", **call)).scorers
+    assert scorer.model.vocab_size
 
 
 @pytest.mark.usefixtures("target")
