@@ -59,7 +59,7 @@ class Collector:
             stages: records when each sample was generated, scored, referenced, valued and given its old log-probs.
             old_logprobs: asked for each finished sample; None leaves them for later.
             answers: those of the run's environment; None if it has none.
-            agents: have the conversations in the place of both; None if the run has no agent.
+            agents: have whole conversations; None if the run has no agent.
             note: called with a message for the user: for each sample that is dropped without a score, and where a
                 batch takes long.
         """

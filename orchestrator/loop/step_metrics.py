@@ -85,12 +85,16 @@ def staleness(version: int, collected: Collected) -> dict[str, float]:
 
 
 def turns(collected: Collected) -> dict[str, float]:
-    """Responses of a conversation, its calls of tools that were answered, and where there were any the share of them
-    that was wrong."""
+    """Responses of a conversation."""
+    return {"turns/mean": float(collected.columns["turn"].mean())}
+
+
+def calls(collected: Collected) -> dict[str, float]:
+    """Calls of tools that an environment answered in a conversation, and where there were any the share of them that
+    was wrong."""
     columns = collected.columns
-    calls, wrong = (int(columns[name].sum()) for name in ("calls", "wrong_calls"))
-    share = {"calls/wrong": wrong / calls} if calls else {}
-    return {"turns/mean": float(columns["turn"].mean()), "calls/mean": calls / len(columns)} | share
+    answered, wrong = (int(columns[name].sum()) for name in ("calls", "wrong_calls"))
+    return {"calls/mean": answered / len(columns)} | ({"calls/wrong": wrong / answered} if answered else {})
 
 
 def speeds(collected: Collected, train_s: float, epochs: int) -> dict[str, float]:

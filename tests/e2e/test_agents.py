@@ -93,6 +93,7 @@ def test_conversations_are_those_that_an_environment_would_have_had(quartet: Qua
     two = [check_conversations(columns) for columns in journal(straight)]
     assert 0 < sum(two) < STEPS * BATCH
     assert [line["turns/mean"] for line in lines] == [1 + count / BATCH for count in two]
+    assert not any("calls/mean" in line for line in lines)  # which the agent alone knows
     environment = {"kind": "tests.environments:InMessages", "max_turns": 2, "max_tokens": 48}
     wanted = with_labels(quartet, "by-environment", chat_template=True, environment=environment)
     wanted.finish()
