@@ -1,5 +1,6 @@
 """Threads beside the event loop that the end of the program does not wait for, and that end."""
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 GRACE_S = 2.0
 """Most seconds that the end of the program waits for calls to be interrupted, all together."""
@@ -77,6 +80,17 @@ class DaemonThread(Executor):
     def join(self, timeout_s: float) -> None:
         """Waits for the end of the thread, for `timeout_s` at most."""
         self._thread.join(timeout_s)
+
+
+async def in_thread(work: Callable[[], Result], name: str) -> Result:
+    """The result of `work`, or its error, from a thread of its own, so that the event loop goes on renewing leases
+    and reading responses. A caller that gives up leaves the thread to itself. Others than an Exception, such as
+    SystemExit, arrive as a RuntimeError."""
+    # Not in a pool: the end of the program would wait for work that hangs.
+    thread = DaemonThread(name)
+    result = asyncio.get_running_loop().run_in_executor(thread, work)
+    thread.shutdown()
+    return await result
 
 
 def _work(waiting: _Waiting) -> None:

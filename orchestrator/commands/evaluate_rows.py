@@ -29,9 +29,9 @@ from orchestrator.evaluation.hub import Hub, Verdict, check_free
 from orchestrator.evaluation.intervals import Interval
 from orchestrator.evaluation.journal import Answer, Journal
 from orchestrator.evaluation.rows import Row, RowFile, dumped
-from orchestrator.experience.beside import in_thread
 from orchestrator.monitoring.bar import Bar
 from quartet.config.base import ConfigError
+from quartet.threads import in_thread
 from quartet.wire.json_object import strict_json
 
 if TYPE_CHECKING:  # of what a model's folder needs alone

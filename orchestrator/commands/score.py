@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 from orchestrator.evaluation.hub import OUTCOMES, REASONS, SCORERS, SCORES, Hub, Scorer, Verdict, check_free
 from orchestrator.evaluation.rows import LONGEST, Row, dumped, hold, parse_object, rows
-from orchestrator.experience.beside import in_thread
 from orchestrator.monitoring.bar import Bar
 from quartet.config.base import MIB, ConfigError
+from quartet.threads import in_thread
 from quartet.wire.outcomes import Outcome
 
 AT_ONCE = 8

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from orchestrator.evaluation.journal import Answer
 from orchestrator.evaluation.rows import Row, is_text
-from orchestrator.experience.beside import in_thread
 from quartet.config.base import MIB, ConfigError
 from quartet.security.port import on_loopback
+from quartet.threads import in_thread
 from quartet.wire.backoff import Backoff, Deadline
 from quartet.wire.errors import NotFound, ServiceError, Unauthenticated, Unavailable
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from orchestrator.experience.beside import in_thread
 from quartet.config.base import ConfigError
+from quartet.threads import in_thread
 from quartet.wire.pairs import Pair
 
 Judge = Callable[[Sequence[Pair]], Sequence[float]]

@@ -11,11 +11,11 @@ from typing import Any, Self
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.environments.agent import Agent, Task
 from orchestrator.environments.config import PAUSE_S
-from orchestrator.experience.beside import in_thread
 from orchestrator.experience.checks import check_row
 from orchestrator.experience.conversation import Conversation
 from orchestrator.experience.requests import SampleRequest
 from quartet.config.base import ConfigError
+from quartet.threads import in_thread
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidReply, NotFound, ServiceError
 from quartet.wire.json_bounds import check_bounds

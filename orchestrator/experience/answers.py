@@ -14,10 +14,11 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.rendering import follow
 from orchestrator.environments.config import PAUSE_S, THREADS
 from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
-from orchestrator.experience.beside import Together, in_thread
+from orchestrator.experience.beside import Together
 from orchestrator.experience.calls import form_of
 from orchestrator.experience.conversation import Conversation
 from quartet.config.base import ConfigError
+from quartet.threads import in_thread
 from quartet.wire.codec import Ints
 from quartet.wire.identity import vocabulary_size
 

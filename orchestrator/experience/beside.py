@@ -1,11 +1,11 @@
-"""Work beside the loop: tasks whose failures end it at once, and that end with it; and a user's code, in threads."""
+"""Work beside the loop: tasks whose failures end it at once, and that end with it; and work for several at once."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from quartet.threads import DaemonThread
+from quartet.threads import in_thread
 
 Asked = TypeVar("Asked")
 Result = TypeVar("Result")
@@ -80,14 +80,3 @@ class Together(Generic[Asked, Result]):
                         if not one.done():
                             one.set_result(its)
         return await result
-
-
-async def in_thread(work: Callable[[], Result], name: str) -> Result:
-    """The result of `work`, or its error, from a thread of its own, so that the event loop goes on renewing leases
-    and reading responses. A caller that gives up leaves the thread to itself. Others than an Exception, such as
-    SystemExit, arrive as a RuntimeError."""
-    # Not in a pool: the end of the program would wait for work that hangs.
-    thread = DaemonThread(name)
-    result = asyncio.get_running_loop().run_in_executor(thread, work)
-    thread.shutdown()
-    return await result

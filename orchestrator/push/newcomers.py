@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.push.pusher import WeightPusher
 from protos import common_pb2
 from quartet.ranks.group import RanksLost
-from quartet.threads import DaemonThread
+from quartet.threads import in_thread
 from quartet.weight_transfer.registry import (
     NAME_ERRORS,
     NAMESPACE,
@@ -30,8 +30,6 @@ from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 
 log = logging.getLogger("quartet")
 
-Result = TypeVar("Result")
-
 RETRY_S = 1.0
 LOOK_S = 0.5
 """Seconds between two looks whether a replica that joins has died."""
@@ -41,6 +39,7 @@ ANSWER_S = 10
 """Seconds within which a registry has to answer, and Ray for ending those that are left."""
 WAIT_S = 2.0
 """Seconds after which the registry says that none has applied."""
+_THREAD = "registry of rollout replicas"
 _TRANSIENT_ERRORS = (ServiceError, RanksLost, RayError, OSError)
 """Errors that may be gone when the newcomers apply again; the loop replaces a lost learner."""
 
@@ -62,6 +61,8 @@ class Desk:
 
     Newcomers apply to the registry with the highest number. A run opens the number after its own and ends what is
     below, so one that was taken over, and does not know it yet, ends no registry of the other's.
+
+    Calls that wait for Ray's GCS are made in threads: however long it takes, the run's leases are renewed.
     """
 
     def __init__(self, application: str) -> None:
@@ -69,7 +70,6 @@ class Desk:
         self._number = 0
         self._registry: Any = None
         self._answers = False
-        self._thread = DaemonThread("registry of rollout replicas")
 
     async def open(self) -> None:
         """Opens the next registry, and ends those before it, also of an earlier run.
@@ -81,13 +81,11 @@ class Desk:
         try:
             async with asyncio.timeout(START_S):
                 # One that Ray begins to start after the deadline ends with its handle, which nothing keeps.
-                number, registry = await self._asked(self._begun)
+                number, registry = await in_thread(self._begun, _THREAD)
                 await registry.__ray_ready__.remote()
         except (TimeoutError, RayError, ValueError) as error:
             if registry is not None:
-                with contextlib.suppress(TimeoutError, RayError):
-                    async with asyncio.timeout(ANSWER_S):
-                        await self._asked(partial(ray.kill, registry))
+                ray.kill(registry)
             why = _why(error, START_S)
             raise Unavailable(
                 f"Ray did not start the registry of rollout replicas {why}; is the machine overloaded?"
@@ -140,17 +138,11 @@ class Desk:
         # One that Ray does not name now ends with its run, and until then no replica applies to it.
         with contextlib.suppress(TimeoutError, RayError):
             async with asyncio.timeout(ANSWER_S):
-                for number in await self._asked(partial(registries, self._application)):
+                for number in await in_thread(partial(registries, self._application), _THREAD):
                     if number < below:
                         name = registry_name(self._application, number)
                         with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
-                            ended = await self._asked(partial(ray.get_actor, name, NAMESPACE))
-                            await self._asked(partial(ray.kill, ended))
-
-    async def _asked(self, call: Callable[[], Result]) -> Result:
-        """The result of a call that waits for Ray's GCS, in a thread: however long that takes, the run's leases are
-        renewed."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+                            ray.kill(await in_thread(partial(ray.get_actor, name, NAMESPACE), _THREAD))
 
 
 def _why(error: Exception, within_s: float) -> str:

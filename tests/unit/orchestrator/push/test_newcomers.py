@@ -222,8 +222,7 @@ async def slow_ray(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> FakeRa
         ).result(10)
 
     monkeypatch.setattr(fake_ray, "options", lambda **given: SimpleNamespace(remote=slow(begun(**given).remote)))
-    for name in ("get_actor", "kill"):
-        monkeypatch.setattr(ray, name, slow(getattr(fake_ray, name)))
+    monkeypatch.setattr(ray, "get_actor", slow(fake_ray.get_actor))
     monkeypatch.setattr(registry, "list_named_actors", slow(fake_ray.list_named_actors))
     return fake_ray
 
