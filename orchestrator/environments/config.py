@@ -53,8 +53,9 @@ class AgentConfig(Config):
     sampling.max_new_tokens."""
     conversation_s: Annotated[float, Field(gt=0, le=86_400)] = 600
     """Longest time, in seconds, for one conversation; a day at most."""
-    at_once: Count = 256
-    """Most conversations that go on at a time; others wait. A plain function has each in a thread of its own."""
+    at_once: Annotated[int, Field(ge=1, le=1024)] = 256
+    """Most conversations that go on at a time; others wait. 1024 at most, as an owner may hold 2048 sessions, among
+    them those of a run that was killed. A plain function has each in a thread of its own."""
     attempts: Count = 3
     """Times that a conversation is begun, if the agent fails or is late, before the run ends."""
 

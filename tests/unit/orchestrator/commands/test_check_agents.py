@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.commands.checks.agents import door_of_agents
 from orchestrator.deployment.file import Deployment
+from services.rollout.sessions import MOST_SESSIONS
 from tests.unit.preflights import checked, problems
 
 KIND = "orchestrator.agent.kind:"
@@ -56,6 +57,12 @@ def test_a_model_that_takes_no_messages_is_remarked_on(
     agents["orchestrator"]["policy"]["model"] = str(folder)
     remarks = [each for each in checked(agents, tmp_path).remarks if "has no chat template" in each]
     assert len(remarks) == (not template)
+
+
+def test_no_more_conversations_go_on_than_an_owner_has_sessions(agents: dict[str, Any], tmp_path: Path) -> None:
+    agents["orchestrator"]["agent"] = AGENT | {"at_once": MOST_SESSIONS // 2}
+    [line] = problems(agents, tmp_path)
+    assert line.startswith("orchestrator.agent.at_once: should be 1024 or less")
 
 
 def test_messages_of_the_data_come_by_a_column(agents: dict[str, Any], tmp_path: Path) -> None:
