@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from orchestrator.clients import Services, check_models, check_scores
-from orchestrator.commands.checks.agents import agent_of, sessions_of
+from orchestrator.commands.checks.agents import agent_of, await_door, sessions_of
 from orchestrator.commands.checks.fitting import ends_without_token
 from orchestrator.commands.checks.preflight import environment_of, evaluation_prompts, load_judges
 from orchestrator.commands.offline import OfflineRollout
@@ -114,6 +114,7 @@ async def evaluate_model(
         oldest = await served(services.rollout, config) if offline is None else 0
         requests = evaluation_requests(config, prompts)
         async with nullcontext() if offline is None else offline.running(), sessions_of(deployment) as sessions:
+            await await_door(sessions)
             agents = Agents.of(agent, config, sessions, services.rollout, Purpose.EVALUATION)
             collector = Collector(services, config, sampled.end_ids, answers=answers, agents=agents, note=note)
             collected = await collector.collect(requests, version=None, critic_step=None)

@@ -13,7 +13,7 @@ import ray
 
 from orchestrator.clients import Services, agreed_backend, check_compatible, targets_of
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
-from orchestrator.commands.checks.agents import sessions_of
+from orchestrator.commands.checks.agents import await_door, sessions_of
 from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
 from orchestrator.commands.checks.startable import decided_here
 from orchestrator.commands.halted import ending_halted
@@ -134,6 +134,7 @@ async def train(
         async with ending_halted(), sessions_of(deployment) as sessions:
             with deployment.naming():
                 check_compatible(await described(services, deployment, patience), inputs.tokenizer, config)
+                await await_door(sessions)
                 with locked(run_dir, checkpoint_folder(config)), connected_ray():
                     run = Run(deployment, inputs, services, sessions, progress, run_dir, accept_changed_services)
                     await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)

@@ -1,17 +1,24 @@
 """The agent of a run, and the address at which it reaches the rollout service."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
+
+import httpx
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
 from orchestrator.environments.agent import Agent, load_agent
 from quartet.config.base import ConfigError
 from quartet.security.credentials import token_for
+from quartet.wire.backoff import Backoff, Deadline
 from services.rollout.client import RolloutClient
 from services.rollout.config import RolloutConfig
 from services.rollout.session_client import SessionClient
+
+OPEN_S = 30.0
+"""Longest wait for the address, in seconds; Serve has replaced a proxy that it lost by then."""
 
 
 def agent_of(config: OrchestratorConfig) -> Agent | None:
@@ -44,6 +51,26 @@ def without_template(config: OrchestratorConfig, tokenizer: Any) -> Iterator[str
             f"orchestrator.agent: {config.policy.model} has no chat template, so that messages of the agent will be "
             "refused (/v1/chat/completions); put a chat_template.jinja into its folder"
         )
+
+
+async def await_door(sessions: SessionClient | None) -> None:
+    """Returns when the address of the run's agent can be connected to. ConfigError if it cannot for OPEN_S: calls
+    would be repeated for minutes, as for a replica that is lost."""
+    if sessions is None:
+        return
+    url, backoff = httpx.URL(sessions.address), Backoff(Deadline(OPEN_S))
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(url.host, url.port)
+            writer.close()
+            return
+        except OSError as error:
+            await backoff.wait(
+                ConfigError(
+                    f"security.http: the port of {sessions.address} is closed ({error}); it is opened when the head "
+                    "starts: `quartet down`, then `quartet up` with this file"
+                )
+            )
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """`quartet check` of runs whose conversations an agent has."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -7,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.commands.checks.agents import door_of_agents
+from orchestrator.commands.checks import agents as module
+from orchestrator.commands.checks.agents import await_door, door_of_agents
 from orchestrator.deployment.file import Deployment
+from quartet.config.base import ConfigError
+from services.rollout.session_client import SessionClient
 from services.rollout.sessions import MOST_SESSIONS
 from tests.unit.preflights import checked, problems
 
@@ -31,6 +35,17 @@ def test_the_agent_is_imported_and_the_door_is_that_of_the_rollout_application(
     assert inputs.agent is not None
     assert inputs.agent.name == "examples.agent:solve"
     assert door_of_agents(Deployment.load(tmp_path / "a.yaml")) == "http://127.0.0.1:18123/rollout"
+
+
+async def test_a_door_is_waited_for_and_then_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OPEN_S", 0.3)
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/rollout"
+    async with SessionClient(address, "token") as sessions:
+        async with server:
+            await await_door(sessions)
+        with pytest.raises(ConfigError, match=rf"security.http: the port of {address} is closed"):
+            await await_door(sessions)
 
 
 def test_a_closed_door_is_named(agents: dict[str, Any], tmp_path: Path) -> None:
