@@ -188,7 +188,7 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
 
 
 def of_session(given: Mapping[str, Any], terms: Terms, turn: int) -> dict[str, Any]:
-    """The fields of a request within a session, on the session's terms. `turn` is the number of requests before it.
+    """The fields of a request within a session, on its terms. `turn` is the request's number in the session.
 
     Raises:
         InvalidArgument: a field would have the tokens come from another distribution than the one that is trained, or

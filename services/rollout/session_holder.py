@@ -7,6 +7,7 @@ tokens of a session. If the actor dies, each later call of its sessions is refus
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,9 +55,10 @@ class OpenSession:
         begun: Admitted = await self.store.ask("begun", self.owner, self.name, digests, self.store.tokenizer)
         return begun
 
-    async def fill(self) -> None:
-        """Notes that a request left no room for a response. See Sessions.fill."""
-        await self.store.ask("fill", self.owner, self.name)
+    async def leave(self, turn: int, *, full: bool = False) -> None:
+        """Notes that a request ended without a response, unless the session is gone. See Sessions.leave."""
+        with suppress(ServiceError):
+            await self.store.ask("leave", self.owner, self.name, turn, full)
 
     async def record(
         self, interaction: str, prompt_ids: Ints, response: Segment, digest: bytes, checksum: str, finish_reason: str

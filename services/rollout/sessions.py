@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ class Admitted(NamedTuple):
     begun: Begun
     terms: Terms
     turn: int
-    """Number of requests before it."""
+    """Number of the request among the session's requests, from 0."""
 
 
 class Recorded(NamedTuple):
@@ -120,8 +121,8 @@ class _Session:
     task: str
     terms: Terms
     touched: float
-    asked: int = 0
-    """Number of requests."""
+    taken: set[int] = field(default_factory=set)
+    """Numbers of requests, without those that ended without a response."""
     full: bool = False
     """True if a request was refused as its prompt left no room for a response."""
     sequences: list[_Sequence] = field(default_factory=list)
@@ -215,15 +216,16 @@ class Sessions:
                 f"{MOST_OF_A_SESSION}. End it and start another"
             )
         self._check_room(owner, self._bytes, MOST_BYTES, "bytes of sessions")
-        asked, session.asked = session.asked, session.asked + 1
-        places = {digest: count for count, digest in enumerate(digests, 1)}
-        found = [turn for turn in session.turns if turn.digest in places]
+        turn = next(number for number in count() if number not in session.taken)
+        session.taken.add(turn)
+        places = {digest: place for place, digest in enumerate(digests, 1)}
+        found = [each for each in session.turns if each.digest in places]
         if not found:
-            return Admitted(NOTHING, session.terms, asked)
+            return Admitted(NOTHING, session.terms, turn)
         # Of several that answered the same messages alike, the last.
-        turn = max(reversed(found), key=lambda turn: places[turn.digest])
-        begun = Begun(session.sequences[turn.sequence].ids[: turn.end], places[turn.digest])
-        return Admitted(begun, session.terms, asked)
+        last = max(reversed(found), key=lambda each: places[each.digest])
+        begun = Begun(session.sequences[last.sequence].ids[: last.end], places[last.digest])
+        return Admitted(begun, session.terms, turn)
 
     def record(
         self,
@@ -270,9 +272,13 @@ class Sessions:
         self._bytes[owner] += session.bytes - before
         return Recorded(at, len(session.sequences) - 1)
 
-    def fill(self, owner: str, name: str) -> None:
-        """Notes that a request was refused as its prompt left no room for a response. NotFound: as `begun`."""
-        self._of(owner, name).full = True
+    def leave(self, owner: str, name: str, turn: int, full: bool) -> None:
+        """Notes that the request of this number ended without a response, and if it was as its prompt left no room
+        for one. The next request has its number, and so its seed: long responses are lost more often, and with new
+        seeds a run would have fewer of them. NotFound: as `begun`."""
+        session = self._of(owner, name)
+        session.taken.discard(turn)
+        session.full |= full
 
     def set_reward(self, owner: str, name: str, reward: float, interaction: str) -> None:
         """Sets the reward of a response, or of the whole session if none is named.

@@ -163,21 +163,26 @@ class VLLMCompletions:
             # In a thread, as there may be thousands of messages.
             known = await asyncio.to_thread(digests, given) if path == _CHAT else []
             found, terms, turn = await session.begun(known)
-            given, held = of_session(given, terms, turn), Turn(session, known[-1] if known else b"")
+            held = Turn(session, turn, known[-1] if known else b"")
             begun = found if found.messages >= begun.messages else begun
             longest = min(longest, terms.max_length or longest)
             if terms.purpose is not Purpose.FOREIGN:
                 share = Share(share.name, terms.purpose)
-            if terms.bounds:
-                self._served.check(terms.versions)
-                version = terms.versions.max_version if terms.versions.HasField("max_version") else version
+            try:
+                given = of_session(given, terms, turn)
+                if terms.bounds:
+                    self._served.check(terms.versions)
+                    version = terms.versions.max_version if terms.versions.HasField("max_version") else version
+            except ServiceError:
+                await session.leave(turn)
+                raise
         call = OpenAICall(self._served, self._requests, share, version, longest, held)
         # Their log-probs are in a message that brings them, whether or not they are asked for otherwise.
         tells = path == _CHAT and given.get("return_token_ids") and not given.get("stream")
         call.keeps = call.turn is not None or bool(tells)
-        given = _prepared(given, path)
-        request = _parsed(kind, given)
         try:
+            given = _prepared(given, path)
+            request = _parsed(kind, given)
             call.check_room(len(given.get("token_ids", ())))
             async with self._desk.turn(share, len(body)) as call.leave_desk:
                 if begun.messages and kind is ChatCompletionRequest:
@@ -203,8 +208,8 @@ class VLLMCompletions:
     async def _close(self, call: OpenAICall) -> None:
         self.sampled += call.sampled
         try:
-            if call.full and call.turn is not None:
-                await call.turn.session.fill()
+            if call.turn is not None and not call.recorded:
+                await call.turn.session.leave(call.turn.number, full=call.full)
         finally:
             await call.close()
 

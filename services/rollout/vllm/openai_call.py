@@ -103,6 +103,8 @@ class Turn(NamedTuple):
     """A response that a session is to hold."""
 
     session: OpenSession
+    number: int
+    """Number of the request among the session's requests."""
     asked: bytes
     """Digest of the request's messages; empty if it has none."""
 
@@ -139,6 +141,8 @@ class OpenAICall:
         """Most tokens and listed log-probs of its answer."""
         self.keeps = turn is not None
         """True to keep what is sampled, with its log-probs."""
+        self.recorded = False
+        """True if its session holds the response."""
         self.full = False
         """True if it is refused as its prompt leaves no room for a response."""
         self.leave_desk: Callable[[], None] = lambda: None
@@ -321,12 +325,13 @@ class OpenAICall:
     async def _held(self, interaction: str, message: Mapping[str, Any] | None) -> dict[str, Any]:
         """Has the session hold the response; returns what is said of it."""
         assert self.turn is not None
-        session, asked = self.turn
+        session, _, asked = self.turn
         [taken] = self._taken
         digest = b"" if message is None else answered(asked, message)
         prompt_ids = np.asarray(taken.prompt_ids, np.int32)
         checksum = self._served.engine.checksums.get(taken.spans[-1][0], "") if taken.spans else ""
         recorded = await session.record(interaction, prompt_ids, taken.segment, digest, checksum, taken.finish_reason)
+        self.recorded = True
         return {"session_id": session.name, "sequence": recorded.sequence, "forks": recorded.forks}
 
     async def texts(

@@ -321,7 +321,7 @@ async def test_a_conversation_without_room_is_over(door: Door, config: Orchestra
 
     async def solve(task: Task) -> None:
         door.say(task, ids(7), 10)
-        door.held.fill(ME.name, task.api_key)
+        door.held.leave(ME.name, task.api_key, 1, full=True)
         if fails:
             raise ValueError("400: leaves no room for a response")
 

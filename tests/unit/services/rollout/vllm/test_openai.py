@@ -657,6 +657,22 @@ async def test_a_session_knows_that_a_prompt_left_no_room(talking: Replica, leng
     assert talking.llm.asked == []
 
 
+async def test_a_request_that_got_no_response_is_repeated_with_its_seed(talking: Replica) -> None:
+    talking.sessions.held.start(ME.name, "run", "t", "", {"seed": 7})
+    talking.llm.end = "abort"
+    assert (await talking.ask(CHAT, "run", messages=[USER], max_tokens=4)).status == 503
+    await talking.ask(CHAT, "run", messages=[USER], max_tokens=4, stream=True)
+    talking.llm.end = "stop"
+    for wrong in ({"top_p": 0.5}, {"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}):
+        with pytest.raises(InvalidArgument):
+            await talking.ask(CHAT, "run", messages=[USER], max_tokens=4, **wrong)
+    several = [talking.ask(CHAT, "run", messages=[USER], max_tokens=4) for _ in range(2)]
+    assert [got.status for got in await asyncio.gather(*several)] == [200, 200]
+    await talking.ask(CHAT, "run", messages=[USER], max_tokens=4)
+    turns = [seed_of_turn(7, turn) for turn in (0, 0, 0, 1, 2)]
+    assert [params.seed for _, params in talking.llm.asked] == turns
+
+
 async def test_a_session_knows_that_a_turn_left_no_room(talking: Replica) -> None:
     talking.sessions.held.start(ME.name, "run", "t", "", {"max_length": MAX_LENGTH})
     said = (await talking.ask(CHAT, "run", messages=[USER], max_tokens=4)).json["choices"][0]["message"]
