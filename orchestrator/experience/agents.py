@@ -165,14 +165,16 @@ class Agents:
             if isinstance(error, asyncio.CancelledError) and task_ is not None and task_.cancelling():
                 raise
             late = isinstance(error, TimeoutError) and limit.expired()
-            return None, f"did not end within {seconds:g} s" if late else f"failed with {self._told(error)}"
+            if late:  # the cancellation was raised where it waited
+                return None, f"did not end within {seconds:g} s{self._line(error.__cause__)}"
+            return None, f"failed with {repr(error)[:_SAID]}{self._line(error)}"
 
-    def _told(self, error: BaseException) -> str:
-        """An error of the agent's, and the line of its module that led to it."""
+    def _line(self, error: BaseException | None) -> str:
+        """The line of the agent's module that led to an error; empty if it is not known."""
         module = getattr(self._agent.function, "__module__", "")
-        frames = traceback.walk_tb(error.__traceback__)
+        frames = traceback.walk_tb(None if error is None else error.__traceback__)
         lines = [line for frame, line in frames if frame.f_globals.get("__name__") == module]
-        return repr(error)[:_SAID] + (f" at line {lines[-1]} of {module}" if lines else "")
+        return f" at line {lines[-1]} of {module}" if lines else ""
 
     async def _returned(self, task: Task) -> Any:
         function = self._agent.function

@@ -231,7 +231,9 @@ async def test_one_that_does_not_end_is_late(door: Door, config: OrchestratorCon
     async def solve(task: Task) -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(ConfigError, match=r"did not end within 0\.05 s, the last of 2 attempts"):
+    line = solve.__code__.co_firstlineno + 1
+    said = rf"did not end within 0\.05 s at line {line} of {__name__}, the last of 2 attempts"
+    with pytest.raises(ConfigError, match=said):
         await converse(door, config.model_copy(update={"agent": short}), solve)
 
 
