@@ -4,7 +4,6 @@ import asyncio
 import json
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ from orchestrator.experience.requests import SampleRequest
 from quartet.config.base import ConfigError
 from quartet.threads import in_thread
 from quartet.wire.callers import Purpose
-from quartet.wire.errors import InvalidReply, NotFound, ServiceError
+from quartet.wire.errors import InvalidReply, NotFound
 from quartet.wire.json_bounds import check_bounds
 from services.rollout.client import RolloutClient
 from services.rollout.sample import FinishReason
@@ -109,28 +108,24 @@ class Agents:
 
     async def _begun(self, request: SampleRequest, version: int | None, newest: int | None) -> Conversation:
         """A conversation in a session of its own. NotFound: its tokens are lost."""
-        session = await self._sessions.start(self._terms(request, version, newest), self._patience_s)
+        own = {"task_id": f"sample {request.number}"} | ({} if request.seed is None else {"seed": request.seed})
+        session = await self._sessions.start(self._terms(version, newest), **own)
         try:
             result, failure = await self._had(self._task(request, session))
-            told = await self._sessions.trajectory(session, self._patience_s)
+            told = await self._sessions.trajectory(session)
         finally:
-            with suppress(ServiceError):
-                await self._sessions.remove(session)
+            self._sessions.remove(session)
         # An agent may fail where another response would not fit: that is the end of its conversation.
         if failure and not told["full"]:
             raise _Failed(failure)
         return _read(told, request, result)
 
-    @property
-    def _patience_s(self) -> float:
-        return self._run.timeouts.generate_s
-
-    def _terms(self, request: SampleRequest, version: int | None, newest: int | None) -> dict[str, Any]:
-        run, terms = self._run, dict[str, Any]()
-        terms |= {"task_id": f"sample {request.number}", "purpose": self._purpose.name.lower()}
-        terms |= {"temperature": run.sampling.temperature, "max_tokens": run.sampling.max_new_tokens}
-        terms |= {"max_length": run.longest_sequence[0], "kept_s": self._config.conversation_s + self._patience_s}
-        terms |= {} if request.seed is None else {"seed": request.seed}
+    def _terms(self, version: int | None, newest: int | None) -> dict[str, Any]:
+        """Terms that are not those of one session alone."""
+        run = self._run
+        terms: dict[str, Any] = {"purpose": self._purpose.name.lower(), "temperature": run.sampling.temperature}
+        terms |= {"max_tokens": run.sampling.max_new_tokens, "max_length": run.longest_sequence[0]}
+        terms["kept_s"] = self._config.conversation_s + run.timeouts.generate_s
         if version is not None:
             lease = self._rollout.lease
             terms |= {"min_version": version, "lease": {"run_id": lease.run_id, "number": lease.number}}

@@ -14,7 +14,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.rendering import follow
 from orchestrator.environments.config import PAUSE_S, THREADS
 from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
-from orchestrator.experience.beside import Together
+from orchestrator.experience.beside import together_in_thread
 from orchestrator.experience.calls import form_of
 from orchestrator.experience.conversation import Conversation
 from quartet.config.base import ConfigError
@@ -49,9 +49,9 @@ class Answers:
             nullcontext() if self._on_loop else asyncio.Semaphore(THREADS)
         )
         # Long answers take seconds. The messages in them take a process, as calls do.
-        self._encoded = Together(self._encode, "answers of the environment")
+        self._encoded = together_in_thread(self._encode, "answers of the environment")
         form = form_of(environment, config.data.chat_template, tokenizer)
-        self._read = None if form is None else Together(form.read, "calls of tools")
+        self._read = None if form is None else together_in_thread(form.read, "calls of tools")
 
     @classmethod
     def of(

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from quartet.threads import in_thread
+from quartet.wire.together import Together
 
 Asked = TypeVar("Asked")
 Result = TypeVar("Result")
@@ -47,36 +48,6 @@ class Beside:
             raise failed.exceptions[0] from None
 
 
-class Together(Generic[Asked, Result]):
-    """Work that costs much each time, done at once for all that wait for it: a call while another is carried out
-    waits, with all others that come meanwhile."""
-
-    def __init__(self, work: Callable[[Sequence[Asked]], Sequence[Result]], name: str) -> None:
-        """`work` gives a result for each that it is asked for, in a thread of its own; `name` is the thread's."""
-        self._work, self._name = work, name
-        self._busy = asyncio.Lock()
-        self._waiting: list[tuple[Asked, asyncio.Future[Result]]] = []
-
-    async def __call__(self, asked: Asked) -> Result:
-        """The result for one; the error of the work is that of all that were asked together."""
-        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting.append((asked, result))
-        async with self._busy:
-            if not result.done():
-                together, self._waiting = self._waiting, []
-                results = [one for _, one in together]
-                try:
-                    given = await in_thread(lambda: self._work([each for each, _ in together]), self._name)
-                except Exception as error:
-                    for one in results:
-                        if not one.done():
-                            one.set_exception(error)
-                except asyncio.CancelledError:  # with the whole run, whose other conversations end too
-                    for one in results:
-                        one.cancel()
-                    raise
-                else:
-                    for one, its in zip(results, given, strict=True):
-                        if not one.done():
-                            one.set_result(its)
-        return await result
+def together_in_thread(work: Callable[[Sequence[Asked]], Sequence[Result]], name: str) -> Together[Asked, Result]:
+    """Gathers calls for work that gives a result for each, in a thread of its own with this name."""
+    return Together(lambda asked: in_thread(lambda: work(asked), name))

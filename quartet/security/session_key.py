@@ -7,14 +7,28 @@ import secrets
 
 from quartet.wire.errors import Unauthenticated
 
-SESSION = re.compile(r"session-[0-9a-f]{32}")
-"""Form of a session's number, which the door chooses."""
+SESSION = re.compile(r"session-[0-9a-f]{32}(?:-[0-9]{1,4})?")
+"""Form of a session's number, which the door chooses. Of several that are started together each has its place behind
+the number of all."""
 _KEY, _BETWEEN = "qs", "~"
 
 
 def new_session() -> str:
     """The number of another session."""
     return f"session-{secrets.token_hex(16)}"
+
+
+def is_one_of_several(session: str) -> bool:
+    """True for the number of a session that was started together with others."""
+    return session.count("-") == 2
+
+
+def key_of(key: str, place: int) -> tuple[str, str]:
+    """Number and key of one of several sessions that are started together, from the key that the door has made for
+    all of them, which is given to no one."""
+    kind, caller, session, seal = key.split(_BETWEEN)
+    name = f"{session}-{place}"
+    return name, _BETWEEN.join((kind, caller, name, _sealed(seal.encode(), str(place))))
 
 
 class SessionKeys:
@@ -45,4 +59,11 @@ class SessionKeys:
         return caller, session
 
     def _seal(self, caller: str, session: str) -> str:
-        return hmac.new(self._secret, f"{caller}{_BETWEEN}{session}".encode(), hashlib.sha256).hexdigest()
+        if is_one_of_several(session):
+            of_all, _, place = session.rpartition("-")
+            return _sealed(self._seal(caller, of_all).encode(), place)
+        return _sealed(self._secret, f"{caller}{_BETWEEN}{session}")
+
+
+def _sealed(secret: bytes, text: str) -> str:
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quartet.security.identity import Caller, caller_of
+from quartet.security.session_key import is_one_of_several, key_of
 from quartet.serving.admission import Admission
 from quartet.serving.desk import Desk
 from quartet.serving.http import HeaderMetadata, health, refused, share_of_request
@@ -126,7 +127,12 @@ class Door:
             return refused(error, path)
 
     async def _of_session(self, path: str, given: dict[str, Any], caller: Caller, request: Request) -> Response:
-        """The answer to a request about a session."""
+        """The answer to a request about a session, or about several."""
+        if path == "/rl/start_session" and "sessions" in given:
+            return await self._started(given, caller, request)
+        if "session_ids" in given or "remove_ids" in given:
+            ids = given.get("session_ids", ()), given.get("remove_ids", ())
+            return await self._written(request, "trajectories", caller.name, *ids)
         name = given.get("session_id", caller.session)
         if not name or not isinstance(name, str):
             raise InvalidArgument(
@@ -135,16 +141,12 @@ class Door:
             )
         ask, who = self._sessions.ask, (caller.name, name)
         if path == "/rl/trajectory" and not given.get("remove"):
-            # Of one session at a time, callers taking turns: it may have a million tokens.
-            async with self._desk.turn(share_of_request(request), MOST_OF_A_SESSION):
-                text = await asyncio.to_thread(as_json, await ask("trajectory", *who))
-            return Response(text, media_type="application/json")
+            return await self._written(request, "trajectory", *who)
         told: dict[str, Any] = {"session_id": name}
         if path == "/rl/start_session":
             terms = terms_of(given, caller)
             await ask("start", *who, self._sessions.tokenizer, given.get("task_id", ""), terms)
-            told["api_key"] = request.headers.get(KEY)
-            told["model"] = (await self._completions.models())["data"][0]["id"]
+            told |= {"api_key": request.headers.get(KEY), "model": await self._model()}
         elif path == "/rl/set_reward":
             if "reward" not in given:
                 raise InvalidArgument("reward: missing; should be a number")
@@ -155,3 +157,27 @@ class Door:
             await ask("remove", *who)
             told["removed"] = True
         return JSONResponse(told)
+
+    async def _model(self) -> str:
+        return str((await self._completions.models())["data"][0]["id"])
+
+    async def _started(self, given: dict[str, Any], caller: Caller, request: Request) -> Response:
+        """The answer to a request that starts several sessions."""
+        if is_one_of_several(caller.session):
+            raise InvalidArgument("X-Session-ID: is that of one session; leave it out, or send that of several")
+        of_all, tokenizer = terms_of(given, caller), self._sessions.tokenizer
+        named = [key_of(request.headers[KEY], place) for place in range(len(given["sessions"]))]
+        sessions = [
+            (name, each.get("task_id", ""), of_all | ({"seed": each["seed"]} if "seed" in each else {}))
+            for (name, _), each in zip(named, given["sessions"], strict=True)
+        ]
+        await self._sessions.ask("start_all", caller.name, tokenizer, sessions)
+        told = [{"session_id": name, "api_key": key} for name, key in named]
+        return JSONResponse({"sessions": told, "model": await self._model()})
+
+    async def _written(self, request: Request, method: str, *asked: Any) -> Response:
+        """An answer of the sessions that may have a million tokens: written one at a time, callers taking turns."""
+        async with self._desk.turn(share_of_request(request), MOST_OF_A_SESSION):
+            told = await self._sessions.ask(method, *asked)
+            text = await asyncio.to_thread(as_json, {"trajectories": told} if isinstance(told, list) else told)
+        return Response(text, media_type="application/json")

@@ -35,6 +35,10 @@ LARGEST_REWARD = 1e30
 """Largest reward of a response: the sum of a session's stays finite in 32 bits."""
 LONGEST_SALT = 1024
 """Most characters of what divides the cache; vLLM's own limit."""
+MOST_AT_ONCE = 1024
+"""Most sessions that a request starts, asks for or removes."""
+_EACH_SESSION = frozenset({"task_id", "seed"})
+"""Fields of one of several sessions that are started together."""
 MOST_VARIABLES, LONGEST_VARIABLE = 16, 256
 """Most variables of a chat template in one request, and most characters of one."""
 NO_VARIABLES = frozenset(
@@ -101,10 +105,10 @@ FIELDS: Mapping[str, frozenset[str]] = {
     | _TEMPLATE_FLAGS,
     "/detokenize": frozenset({"model", "tokens"}),
     "/rl/start_session": frozenset({"task_id", "group_size", "temperature", "seed", "max_tokens", "max_length"})
-    | {"kept_s", "lease", "min_version", "max_version", "purpose"},
+    | {"kept_s", "lease", "min_version", "max_version", "purpose", "sessions"},
     "/rl/set_reward": frozenset({"reward", "interaction_id"}),
     "/rl/end_session": frozenset(),
-    "/rl/trajectory": frozenset({"session_id", "remove"}),
+    "/rl/trajectory": frozenset({"session_id", "remove", "session_ids", "remove_ids"}),
 }
 """Path -> the fields that its requests may have."""
 SAMPLING_FIELDS = (_SAMPLING | {"logprobs", "prompt_logprobs", "detokenize", NO_EXPERTS}) - {
@@ -155,7 +159,28 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     for name, longest in (("cache_salt", LONGEST_SALT), ("task_id", LONGEST_TASK), ("interaction_id", LONGEST_TASK)):
         if name in given and not (isinstance(given[name], str) and len(given[name]) <= longest):
             raise InvalidArgument(f"{name}: should be a text of {longest} characters at most")
+    if "sessions" in given:
+        _check_sessions(given["sessions"])
+    for name in ("session_ids", "remove_ids"):
+        ids = given.get(name, [])
+        if not (isinstance(ids, list) and len(ids) <= MOST_AT_ONCE and all(isinstance(each, str) for each in ids)):
+            raise InvalidArgument(f"{name}: should be a list of {MOST_AT_ONCE} texts at most")
     return given
+
+
+def _check_sessions(sessions: Any) -> None:
+    if not (isinstance(sessions, list) and 0 < len(sessions) <= MOST_AT_ONCE):
+        raise InvalidArgument(f"sessions: should be a list of 1 to {MOST_AT_ONCE} objects")
+    for place, each in enumerate(sessions):
+        where = f"sessions[{place}]"
+        if not isinstance(each, dict):
+            raise InvalidArgument(f"{where}: should be an object")
+        _check_names(each, _EACH_SESSION, where)
+        task = each.get("task_id", "")
+        if not (isinstance(task, str) and len(task) <= LONGEST_TASK):
+            raise InvalidArgument(f"{where}.task_id: should be a text of {LONGEST_TASK} characters at most")
+        if "seed" in each:
+            _check_number(f"{where}.seed", each["seed"], *_INTEGERS["seed"], whole=True)
 
 
 def _check_names(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:

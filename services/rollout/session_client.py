@@ -1,18 +1,24 @@
 """Client of the rollout service's sessions, over HTTP."""
 
-from collections.abc import Mapping
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 import httpx
 
 from quartet.security.port import on_loopback
 from quartet.wire.backoff import Backoff, Deadline
-from quartet.wire.errors import InvalidArgument, InvalidReply, NotFound, Unavailable
+from quartet.wire.errors import InvalidArgument, InvalidReply, NotFound, ServiceError, Unavailable
+from quartet.wire.together import Together
 
 ATTEMPT_S = 30.0
-"""Longest wait for one answer, in seconds. That of the tokens of a long conversation takes some."""
+"""Longest wait for one answer, in seconds. That of the tokens of long conversations takes some."""
 REMOVAL_S = 5.0
-"""Longest time for the removal of a session, which otherwise is dropped by itself."""
+"""Longest time for the removal of the last sessions, which otherwise are dropped by themselves."""
+MOST_AT_ONCE = 256
+"""Most sessions that one request starts, asks for or removes."""
 _MAY_PASS = frozenset({408, 429, 500, 502, 503, 504})
 _SAID = 500
 """Most characters of an error that are repeated."""
@@ -26,53 +32,101 @@ class Session(NamedTuple):
     model: str
 
 
-class SessionClient:
-    """Starts sessions, reads their tokens and removes them. An async context manager."""
+class _Wanted(NamedTuple):
+    """A session to be started."""
 
-    def __init__(self, address: str, token: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    of_all: str
+    """Terms that others may have too, as JSON."""
+    own: Mapping[str, Any]
+
+
+class SessionClient:
+    """Starts sessions, reads their tokens and removes them, those that are asked for at the same time by one request.
+    An async context manager."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         """
         Args:
             address: of the application, such as http://127.0.0.1:18000/rollout.
             token: the caller's; None without one.
+            timeout_s: longest time for a request, repeated while the service is busy or has no replica.
             transport: httpx's own by default.
         """
-        self.address = address
+        self.address, self._timeout_s = address, timeout_s
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        limits = httpx.Limits(max_connections=64, keepalive_expiry=30)
         # A proxy is for other machines.
         trusted = not on_loopback(str(httpx.URL(address).host))
-        self._http = httpx.AsyncClient(
-            headers=headers, limits=limits, timeout=ATTEMPT_S, trust_env=trusted, transport=transport
-        )
+        self._http = httpx.AsyncClient(headers=headers, timeout=ATTEMPT_S, trust_env=trusted, transport=transport)
+        self._start, self._tell = Together(self._started, MOST_AT_ONCE), Together(self._told, MOST_AT_ONCE)
+        self._over: list[str] = []
+        """Sessions that are to be removed."""
 
-    async def start(self, terms: Mapping[str, Any], timeout_s: float) -> Session:
-        """Starts a session on `terms` (services/rollout/session_terms.py), asking again while the service is busy or
-        none of its replicas is there.
+    async def start(self, of_all: Mapping[str, Any], **own: Any) -> Session:
+        """Starts a session on these terms (services/rollout/session_terms.py), of which `own` are this one's: `seed`
+        and `task_id`.
 
         Raises:
             InvalidArgument: a term is refused.
             Unavailable: none was started in time; the message says what was answered last.
         """
-        told = await self._ask("/rl/start_session", terms, timeout_s)
-        try:
-            return Session(*(str(told[name]) for name in Session._fields))
-        except KeyError as error:
-            raise InvalidReply(f"/rl/start_session: an answer without {error}") from None
+        return await self._start(_Wanted(json.dumps(dict(of_all), sort_keys=True), own))
 
-    async def trajectory(self, session: Session, timeout_s: float) -> dict[str, Any]:
+    async def trajectory(self, session: Session) -> dict[str, Any]:
         """The session's tokens, as docs/openai.md describes them. Raises as `start`; NotFound if they are lost."""
-        return await self._ask("/rl/trajectory", {"session_id": session.session_id}, timeout_s)
+        told = await self._tell(session.session_id)
+        if "error" in told:
+            raise NotFound(str(told["error"]))
+        return told
 
-    async def remove(self, session: Session) -> None:
-        """Removes the session. Raises as `trajectory`."""
-        await self._ask("/rl/trajectory", {"session_id": session.session_id, "remove": True}, REMOVAL_S)
+    def remove(self, session: Session) -> None:
+        """Has the session removed, with a later request."""
+        self._over.append(session.session_id)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Closes the connections."""
+        """Removes what is left to be removed, and closes the connections."""
+        with suppress(ServiceError):
+            while self._over:
+                await self._ask("/rl/trajectory", {"session_ids": []} | self._removing(), REMOVAL_S)
         await self._http.aclose()
+
+    async def _started(self, wanted: Sequence[_Wanted]) -> list[Session]:
+        """The sessions, by a request for those with the same terms."""
+        made: dict[int, Session] = {}
+        for of_all in dict.fromkeys(each.of_all for each in wanted):
+            places = [place for place, each in enumerate(wanted) if each.of_all == of_all]
+            asked = {**json.loads(of_all), "sessions": [wanted[place].own for place in places]}
+            told = await self._ask("/rl/start_session", asked, self._timeout_s)
+            try:
+                for place, each in zip(places, told["sessions"], strict=True):
+                    made[place] = Session(str(each["session_id"]), str(each["api_key"]), str(told["model"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidReply(f"/rl/start_session: an answer that cannot be read: {error!r}") from None
+        return [made[place] for place in range(len(wanted))]
+
+    async def _told(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """The trajectories of the sessions, which the service may tell in several parts."""
+        told: list[dict[str, Any]] = []
+        while left := names[len(told) :]:
+            reply = await self._ask("/rl/trajectory", {"session_ids": left} | self._removing(), self._timeout_s)
+            part = reply.get("trajectories")
+            if not (isinstance(part, list) and 0 < len(part) <= len(left)):
+                raise InvalidReply(f"/rl/trajectory: should tell of 1 to {len(left)} sessions")
+            told += part
+        return told
+
+    def _removing(self) -> dict[str, list[str]]:
+        """The field that removes sessions."""
+        over, self._over = self._over[:MOST_AT_ONCE], self._over[MOST_AT_ONCE:]
+        return {"remove_ids": over} if over else {}
 
     async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         backoff = Backoff(Deadline(timeout_s))
@@ -84,7 +138,7 @@ class SessionClient:
                 continue
             said = f"{path}: {reply.status_code}: {reply.text[:_SAID]}"
             if reply.status_code == httpx.codes.OK:
-                return _object(reply, path)
+                return await asyncio.to_thread(_object, reply, path)  # of millions of tokens it takes a while
             if reply.status_code == httpx.codes.NOT_FOUND:
                 raise NotFound(said)
             if reply.status_code not in _MAY_PASS:

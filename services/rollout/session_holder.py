@@ -24,6 +24,8 @@ ANSWER_S = 10.0
 """Longest wait for the holder's answer, in seconds."""
 START_S = 60.0
 """Longest wait for the answer where it may have to be started first."""
+_STARTS = frozenset({"start", "start_all"})
+"""Methods that start the holder where there is none."""
 PAUSE_S = 0.2
 """Seconds between two tries to start it in the place of one that has died, whose name Ray keeps for a moment."""
 
@@ -101,7 +103,7 @@ class HeldSessions:
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Calls a method of Sessions. See SessionStore."""
-        starts = method == "start"
+        starts = method in _STARTS
         try:
             async with asyncio.timeout(START_S if starts else ANSWER_S):
                 refusal, value = await self._asked(method, args, starts=starts)

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 
 from quartet.trajectory import Segment, VersionSpans
 from quartet.wire.codec import Floats, Ints
-from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, ServiceError
 from services.rollout.session_terms import Terms
 
 MOST_SESSIONS = 4096
@@ -190,6 +191,18 @@ class Sessions:
         self._count[owner] += 1
         self._bytes[owner] += self._sessions[name].bytes
 
+    def start_all(self, owner: str, tokenizer: str, sessions: Sequence[tuple[str, str, Mapping[str, Any]]]) -> None:
+        """Starts several sessions, each given by its name, task and terms: all, or none. Raises as `start`."""
+        begun = []
+        try:
+            for name, task, terms in sessions:
+                self.start(owner, name, tokenizer, task, terms)
+                begun.append(name)
+        except ServiceError:
+            for name in begun:
+                self._drop(name)
+            raise
+
     def begun(self, owner: str, name: str, digests: Sequence[bytes], tokenizer: str) -> Admitted:
         """The tokens on which a request goes on by its messages, the most of which a response of the session ended;
         and the terms on which it is sampled.
@@ -311,6 +324,27 @@ class Sessions:
             NotFound: as `begun`.
         """
         return _told(name, self._of(owner, name))
+
+    def trajectories(self, owner: str, names: Sequence[str], remove: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The tokens of several sessions, as `trajectory` gives them, in this order: one at least, and no more than
+        MOST_OF_A_SESSION bytes of tokens, so that some may have to be asked for again. A session that is not there
+        has an `error` instead. Those of `remove` are removed first, if they are there."""
+        for name in remove:
+            with suppress(NotFound):
+                self.remove(owner, name)
+        told: list[dict[str, Any]] = []
+        size = 0
+        for name in names:
+            try:
+                session = self._of(owner, name)
+            except NotFound as error:
+                told.append({"session_id": name, "error": str(error)})
+                continue
+            size += session.bytes
+            if size > MOST_OF_A_SESSION and told:
+                break
+            told.append(_told(name, session))
+        return told
 
     def remove(self, owner: str, name: str) -> None:
         """Removes a session, which exists no longer. NotFound: as `begun`."""

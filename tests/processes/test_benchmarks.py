@@ -13,6 +13,7 @@ TRL = ".quartet/trl/bin/python"
 TINY = ("--sizes", "tiny", "--device", "cpu")
 SMALL_STEP = ("--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2")
 SMALLEST: dict[str, tuple[str, ...]] = {
+    "agents": ("--rounds", "1", "--steps", "1"),
     "beside": ("--rounds", "1", "--steps", "1"),
     "demo_seeds": ("--seeds", "0", "--without-kl", "", "--steps", "1"),
     "door": ("--seconds", "0.5", "--rounds", "1", "--callers", "1", "--callers", "4", "--new", "8"),

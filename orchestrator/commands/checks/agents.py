@@ -80,5 +80,7 @@ async def sessions_of(deployment: Deployment) -> AsyncIterator[SessionClient | N
     if deployment.orchestrator.agent is None:
         yield None
         return
-    async with SessionClient(door_of_agents(deployment), token_for(deployment.orchestrator.target)) as sessions:
+    config = deployment.orchestrator
+    address, token = door_of_agents(deployment), token_for(config.target)
+    async with SessionClient(address, token, config.timeouts.generate_s) as sessions:
         yield sessions

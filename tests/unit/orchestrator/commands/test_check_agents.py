@@ -41,7 +41,7 @@ async def test_a_door_is_waited_for_and_then_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "OPEN_S", 0.3)
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/rollout"
-    async with SessionClient(address, "token") as sessions:
+    async with SessionClient(address, "token", 5) as sessions:
         async with server:
             await await_door(sessions)
         with pytest.raises(ConfigError, match=rf"security.http: the port of {address} is closed"):

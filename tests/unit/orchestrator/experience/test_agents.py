@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from quartet.security.identity import Caller
 from quartet.trajectory import Segment
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import Ints
-from quartet.wire.errors import InvalidReply, NotFound, Unavailable
+from quartet.wire.errors import InvalidReply, Unavailable
 from services.rollout.client import RolloutClient
 from services.rollout.session_client import SessionClient
 from services.rollout.session_terms import terms_of
@@ -51,25 +51,23 @@ class Door:
     started: list[dict[str, Any]] = field(default_factory=list)
     lost: int = 0
     """Sessions that are lost when their tokens are asked for."""
+    requests: int = 0
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
+        self.requests += 1
         if request.url.path.endswith("/rl/start_session"):
-            name = f"session-{len(self.started)}"
-            self.started.append(body)
-            self.held.start(ME.name, name, "t", body["task_id"], terms_of(body, ME))
-            return httpx.Response(200, json={"session_id": name, "api_key": name, "model": "mine"})
-        name = body["session_id"]
-        try:
-            if body.get("remove"):
-                self.held.remove(ME.name, name)
-                return httpx.Response(200, json={"removed": True})
-            if self.lost:
+            each = body.pop("sessions")
+            names = [f"session-{len(self.started) + place}" for place in range(len(each))]
+            self.started += [body | own for own in each]
+            for name, own in zip(names, each, strict=True):
+                self.held.start(ME.name, name, "t", own["task_id"], terms_of(body | own, ME))
+            told: Any = {"sessions": [{"session_id": name, "api_key": name} for name in names], "model": "mine"}
+        else:
+            told = {"trajectories": self.held.trajectories(ME.name, body["session_ids"], body.get("remove_ids", ()))}
+            for place in range(min(self.lost, len(body["session_ids"]))):
                 self.lost -= 1
-                raise NotFound(f"{name} is not here")
-            told = self.held.trajectory(ME.name, name)
-        except NotFound as error:
-            return httpx.Response(404, json={"error": {"message": str(error)}})
+                told["trajectories"][place] = {"session_id": "", "error": "is not here"}
         return httpx.Response(200, text=as_json(told))
 
     def say(self, task: Task, prompt: Ints, *response: int, finish_reason: str = "stop") -> None:
@@ -100,6 +98,11 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.0)
 
 
+def client(door: Door, config: OrchestratorConfig) -> SessionClient:
+    seconds = config.timeouts.generate_s
+    return SessionClient("http://127.0.0.1:1/rollout", "key", seconds, httpx.MockTransport(door))
+
+
 async def converse(
     door: Door, config: OrchestratorConfig, function: Callable[[Task], Any], **bounds: int | None
 ) -> tuple[Conversation, int]:
@@ -107,7 +110,9 @@ async def converse(
     rollout = RolloutClient.__new__(RolloutClient)
     rollout.lease = common_pb2.Lease(run_id="mine-1", number=4, identity="me")
     repeats: list[int] = []
-    async with SessionClient("http://127.0.0.1:1/rollout", "key", httpx.MockTransport(door)) as sessions:
+    async with SessionClient(
+        "http://127.0.0.1:1/rollout", "key", config.timeouts.generate_s, httpx.MockTransport(door)
+    ) as sessions:
         agents = Agents(Agent("a:b", function, "digest"), config, sessions, rollout, Purpose.TRAINING)
         given: dict[str, Any] = {"version": None, "newest": None, "on_repeat": repeats.append} | bounds
         return await agents.converse(REQUEST, **given), sum(repeats)
@@ -216,12 +221,31 @@ async def test_so_many_go_on_at_a_time_as_may(door: Door, config: OrchestratorCo
         door.say(task, ids(7), 10)
         going -= 1
 
-    async with SessionClient("http://127.0.0.1:1/rollout", "key", httpx.MockTransport(door)) as sessions:
+    async with SessionClient(
+        "http://127.0.0.1:1/rollout", "key", config.timeouts.generate_s, httpx.MockTransport(door)
+    ) as sessions:
         rollout = RolloutClient.__new__(RolloutClient)
         agents = Agents(Agent("a:b", solve, "digest"), few, sessions, rollout, Purpose.TRAINING)
         bounds: dict[str, Any] = {"version": None, "newest": None, "on_repeat": lambda count: None}
         await asyncio.gather(*(agents.converse(REQUEST, **bounds) for _ in range(6)))
     assert (most, len(door.started)) == (2, 6)
+    assert door.held.counts["sessions"] == 0
+
+
+async def test_those_that_begin_and_end_together_share_requests(door: Door, config: OrchestratorConfig) -> None:
+    async def solve(task: Task) -> None:
+        door.say(task, ids(7), 10)
+
+    async with client(door, config) as sessions:
+        rollout = RolloutClient.__new__(RolloutClient)
+        agents = Agents(Agent("a:b", solve, "digest"), config, sessions, rollout, Purpose.TRAINING)
+        bounds: dict[str, Any] = {"version": None, "newest": None, "on_repeat": lambda count: None}
+        requests = [replace(REQUEST, number=number, seed=number) for number in range(64)]
+        had = await asyncio.gather(*(agents.converse(each, **bounds) for each in requests))
+    assert [each.request.number for each in had] == list(range(64))
+    assert [each["seed"] for each in door.started] == list(range(64))
+    assert door.requests < 32  # and not three for each
+    assert door.held.counts["sessions"] == 0
 
 
 async def test_one_that_does_not_end_is_late(door: Door, config: OrchestratorConfig) -> None:

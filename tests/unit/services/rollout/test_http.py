@@ -158,6 +158,28 @@ async def test_a_session_from_its_start_to_its_trajectory() -> None:
     assert (await asked("/rl/trajectory", {}))[0] == 404
 
 
+async def test_several_sessions_are_started_told_and_removed_by_one_request_each() -> None:
+    sessions = LocalSessions()
+    asked, of_all = door_of(Completions(), sessions), {KEY: f"qs~me~{SESSION}~seal"}
+    several = {"temperature": 0.7, "sessions": [{"task_id": "a", "seed": 1}, {"task_id": "b"}]}
+    status, told = await asked("/rl/start_session", several, **of_all)
+    names = [f"{SESSION}-{place}" for place in range(2)]
+    assert (status, told["model"], [each["session_id"] for each in told["sessions"]]) == (200, "mine", names)
+    assert [each["api_key"].split("~")[:3] for each in told["sessions"]] == [["qs", "me", name] for name in names]
+    terms = [sessions.held.begun("me", name, [], "t").terms for name in names]
+    assert [(each.temperature, each.seed) for each in terms] == [(0.7, 1), (0.7, None)]
+    # The same again, for keys of a proxy that was restarted.
+    assert await asked("/rl/start_session", several, **of_all) == (status, told)
+    status, told = await asked("/rl/trajectory", {"session_ids": [*names, "gone"]})
+    assert status == 200
+    assert [each.get("task_id") for each in told["trajectories"]] == ["a", "b", None]
+    assert "gone is not here" in told["trajectories"][2]["error"]
+    assert await asked("/rl/trajectory", {"remove_ids": names}) == (200, {"trajectories": []})
+    assert sessions.held.counts["sessions"] == 0
+    status, told = await asked("/rl/start_session", several, session=names[0], **of_all)
+    assert (status, "X-Session-ID: is that of one session" in told["error"]["message"]) == (400, True)
+
+
 class SlowSessions(LocalSessions):
     """Sessions that tell trajectories when they are let."""
 

@@ -363,3 +363,27 @@ def test_a_run_s_session_has_its_seeds_and_its_longest_response(holder: Any) -> 
 def test_the_newer_name_of_a_longest_response_is_bounded_too() -> None:
     bounded = of_session({"messages": [], "max_completion_tokens": 4}, Terms(max_tokens=8), 0)
     assert bounded == {"messages": [], "temperature": 1.0, "max_tokens": 4}
+
+
+NO_SESSIONS: list[Any] = [[], {}, 3, [{}] * 1025]
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "said"),
+    [
+        *(
+            ("/rl/start_session", {"sessions": wrong}, "sessions: should be a list of 1 to 1024")
+            for wrong in NO_SESSIONS
+        ),
+        ("/rl/start_session", {"sessions": [{}, 3]}, r"sessions\[1\]: should be an object"),
+        ("/rl/start_session", {"sessions": [{"lease": 1}]}, r"lease: not a field of sessions\[0\] here"),
+        ("/rl/start_session", {"sessions": [{"seed": -1}]}, r"sessions\[0\].seed: -1; should be"),
+        ("/rl/start_session", {"sessions": [{"task_id": 7}]}, r"sessions\[0\].task_id: should be a text"),
+        ("/rl/trajectory", {"session_ids": "a"}, "session_ids: should be a list of 1024 texts at most"),
+        ("/rl/trajectory", {"remove_ids": [3]}, "remove_ids: should be a list of 1024 texts at most"),
+        ("/rl/trajectory", {"remove_ids": ["a"] * 1025}, "remove_ids: should be a list of 1024 texts at most"),
+    ],
+)
+def test_what_is_wrong_with_several_sessions_is_named(path: str, given: Any, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        read(json.dumps(given).encode(), path)

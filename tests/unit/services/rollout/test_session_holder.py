@@ -75,3 +75,20 @@ async def test_a_holder_that_is_dead_by_its_name_too_and_one_that_is_silent_are_
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: unanswered(ActorDiedError()))
     with pytest.raises(Unavailable, match="tokens are lost"):
         await held.ask("end", "me", "s")
+
+
+@pytest.mark.parametrize("first", [("start", "me", "s", "t"), ("start_all", "me", "t", [("s", "", {})])])
+async def test_the_first_sessions_start_their_holder(
+    held: HeldSessions, monkeypatch: pytest.MonkeyPatch, first: tuple[Any, ...]
+) -> None:
+    actor = held._existing()
+
+    def missing(name: str, namespace: str) -> Any:
+        raise ValueError(f"no actor {name}")
+
+    monkeypatch.setattr(ray, "get_actor", missing)
+    with pytest.raises(NotFound, match="no session was started here"):
+        await held.ask("end", "me", "s")
+    monkeypatch.setattr(HeldSessions, "_started", lambda self: actor)
+    await held.ask(*first)
+    assert await held.ask("end", "me", "s") == 0

@@ -352,3 +352,29 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
             refused()
     sessions.remove(ME, "s1")
     sessions.start(ME, "s5", "t")
+
+
+def test_several_are_started_all_or_none(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SESSIONS", 6)
+    asked: list[tuple[str, str, dict[str, Any]]] = [(f"m{place}", "", {"seed": place}) for place in range(2)]
+    sessions.start_all(ME, "t", asked)
+    assert [sessions.begun(ME, name, [], "t").terms.seed for name, _, _ in asked] == [0, 1]
+    with pytest.raises(ResourceExhausted):
+        sessions.start_all(ME, "t", [(f"n{place}", "", {}) for place in range(2)])
+    assert sessions.counts["sessions"] == 3
+
+
+def test_several_are_told_and_others_removed_at_once(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions.start(ME, "other", "t")
+    record(sessions, ids(5), sampled(10))
+    first, lost, second = sessions.trajectories(ME, [S, "gone", "other"], remove=["gone", "never"])
+    assert as_json(first) == as_json(sessions.trajectory(ME, S))
+    assert (lost["session_id"], second["session_id"]) == ("gone", "other")
+    assert "gone is not here" in lost["error"]
+    [others] = sessions.trajectories("another", [S])
+    assert f"{S} is not here" in others["error"]
+    # As many as an answer may hold, and one at least.
+    monkeypatch.setattr(module, "MOST_OF_A_SESSION", 1)
+    assert len(sessions.trajectories(ME, [S, "other"])) == 1
+    assert sessions.trajectories(ME, [], remove=[S, "other"]) == []
+    assert sessions.counts["sessions"] == 0
