@@ -9,7 +9,10 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -82,6 +85,29 @@ class Replica:
         await self._group.start(Trainer, timeout_s=120)
         return await self._group.call(Trainer.pid, 60)
 
+    async def start_while_stopped(self, gcs: int) -> bool:
+        """Starts ranks while Ray's GCS is stopped; True if the event loop goes on meanwhile."""
+        with stopped(gcs) as process:
+            starting = asyncio.ensure_future(self.start())
+            for _ in range(20):
+                await asyncio.sleep(0.05)
+            went_on = process.status() == psutil.STATUS_STOPPED and not starting.done()
+        await starting
+        return went_on
+
+    async def end_while_stopped(self, gcs: int) -> bool:
+        """Ends a rank that Ray has just made, while its GCS is stopped; True if that does not wait for the GCS."""
+        config = LearnerConfig.model_construct(ranks=1, rank_timeout_s=60.0)
+        group = self._ray_rank.ray_ranks("critic", config, self._ray_rank.makers_place())
+        (rank,) = group._ranks
+        assert isinstance(rank, self._ray_rank.RayRank)
+        async with asyncio.timeout(PATIENCE_S):
+            while not rank._making.done():
+                await asyncio.sleep(0)
+        with stopped(gcs) as process:
+            group.stop()
+            return process.status() == psutil.STATUS_STOPPED
+
     async def described(self) -> tuple[dict[str, Any], str]:
         assert self._group
         return await self._group.call(Trainer.described, 60), ray.get_runtime_context().get_node_id()
@@ -138,6 +164,25 @@ class Replica:
         raise AssertionError("it started")
 
 
+@contextmanager
+def stopped(pid: int) -> Iterator[psutil.Process]:
+    """Context in which the process is stopped, for PATIENCE_S at most."""
+    process, over = psutil.Process(pid), threading.Event()
+
+    def wake() -> None:
+        over.wait(PATIENCE_S)
+        process.resume()
+
+    waking = threading.Thread(target=wake)
+    process.suspend()
+    waking.start()
+    try:
+        yield process
+    finally:
+        over.set()
+        waking.join()
+
+
 def ended_s(pid: int) -> float:
     """Seconds until the process has ended."""
     began = time.monotonic()
@@ -163,6 +208,9 @@ def tried() -> dict[str, Any]:
     pid = ray.get(one.start.remote(), timeout=120)
     found["frozen"] = ray.get(one.lost.remote(int(signal.SIGSTOP)), timeout=120), ended_s(pid)
     found["frozen in its start"] = ray.get(one.frozen_in_its_start.remote(), timeout=120), 0
+    [gcs] = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("gcs_server")]
+    found["GCS stopped, a start"] = ray.get(one.start_while_stopped.remote(gcs.pid), timeout=120)
+    found["GCS stopped, an end"] = ray.get(one.end_while_stopped.remote(gcs.pid), timeout=120)
     pid = ray.get(one.start.remote(), timeout=120)
     ray.kill(one)
     found["replica killed"] = ended_s(pid)

@@ -99,7 +99,8 @@ class RankGroup:
         """Connects the ranks with one another and builds their trainers: `build(*arguments, ranks)`.
 
         Raises:
-            ResourceExhausted: it took longer than `timeout_s`, usually because the cluster lacks CPUs or GPUs.
+            ResourceExhausted: it took longer than `timeout_s`, usually because the cluster lacks CPUs or GPUs, or its
+                head is overloaded.
             RanksLost: a rank died meanwhile.
             ServiceError: the error of `build`, as for `call`. In each case the group has ended.
         """
@@ -112,7 +113,7 @@ class RankGroup:
         except DeadlineExceeded as error:
             self._end(str(error))
             raise ResourceExhausted(
-                f"{error}; does the cluster have the CPUs and GPUs that all ranks ask for?"
+                f"{error}; does the cluster have the CPUs and GPUs that all ranks ask for, and does its head answer?"
             ) from None
         except ServiceError as error:
             self._end(str(error))

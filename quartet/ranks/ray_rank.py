@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 import psutil
 import ray
@@ -16,6 +18,7 @@ from quartet.ranks.group import RankDied, RankGroup
 from quartet.ranks.nccl_settings import DEFAULTS
 from quartet.ranks.rank import Rank
 from quartet.ranks.stopped import has_ended, is_stopped
+from quartet.threads import in_thread
 
 Value = TypeVar("Value")
 
@@ -60,7 +63,8 @@ class RayRank:
     """A RankProcess. It ends with the process that made it."""
 
     def __init__(self, name: str, config: LearnerConfig, rank: int, place: Mapping[str, Any]) -> None:
-        """Asks Ray for the actor and returns; calls wait until Ray has found it a place.
+        """Asks Ray for the actor and returns; calls wait until Ray has made it and found it a place. An event loop
+        runs.
 
         Args:
             name: the learner's, which the title of the process begins with: `ray::PolicyRank`.
@@ -69,23 +73,19 @@ class RayRank:
             place: Ray's options, as `own_place` or `makers_place` gives them.
         """
         titled = type(f"{name.capitalize()}{Rank.__name__}", (Rank,), {})
-        self._actor = (
-            ray.remote(concurrency_groups={CONTROL_GROUP: BESIDE})(titled)
-            .options(max_concurrency=1, **place)
-            .remote(rank, config.ranks, config.rank_timeout_s)
-        )
-        self._placed: asyncio.Task[psutil.Process | None] | None = None
+        # Ray's GCS knows one with a name when there is a handle of it. To end another, Ray might wait for the GCS.
+        options = {"name": f"{name} rank {rank} {uuid4()}", "max_concurrency": 1, **place}
+        actor = ray.remote(concurrency_groups={CONTROL_GROUP: BESIDE})(titled).options(**options)
+        make = partial(actor.remote, rank, config.ranks, config.rank_timeout_s)
+        # In a thread, as the GCS may take long to answer: the loop has leases to renew, or answers for its health.
+        self._making = asyncio.ensure_future(in_thread(make, f"{name} rank {rank}"))
+        self._placed = asyncio.ensure_future(self._process())
         """The actor's process, once it is known."""
+        self._placed.add_done_callback(lambda placed: placed.cancelled() or placed.exception())
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
         """Sends the call to the actor, as RankProcess describes."""
-        if self._placed is None:
-            self._placed = asyncio.ensure_future(self._process())
-            self._placed.add_done_callback(lambda placed: placed.cancelled() or placed.exception())
-        called = getattr(self._actor, method)
-        if method == "run_beside":
-            called = called.options(concurrency_group=CONTROL_GROUP)
-        return _answer(called.remote(*arguments, **options))
+        return _answer(self._sent(method, method == "run_beside", *arguments, **options))
 
     @property
     def death(self) -> str:
@@ -105,14 +105,13 @@ class RayRank:
     def _here(self) -> psutil.Process | None:
         """The actor's process, if it is known and on this machine."""
         placed = self._placed
-        if placed is None or not placed.done() or placed.cancelled() or placed.exception():
+        if not placed.done() or placed.cancelled() or placed.exception():
             return None
         return placed.result()
 
     async def _process(self) -> psutil.Process | None:
         """The actor's process; None if it is on another machine."""
-        asked = self._actor.place.options(concurrency_group=CONTROL_GROUP).remote()
-        node, pid = await _answer(asked)
+        node, pid = await _answer(self._sent("place", True))
         return psutil.Process(pid) if node == ray.get_runtime_context().get_node_id() else None
 
     def kill(self) -> bool:
@@ -121,8 +120,22 @@ class RayRank:
             # Ray first asks a process to end, and gives it seconds, in which its GPU is not free.
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        ray.kill(self._actor)
+        # Ray ends an actor that it makes from here on, as nothing holds its handle.
+        made = self._making
+        if not made.cancel() and not made.cancelled() and not made.exception():
+            ray.kill(made.result())
         return True
+
+    async def _sent(self, method: str, beside: bool, /, *arguments: Any, **options: Any) -> Any:
+        """The answer of a method, called once the actor is made."""
+        if not self._making.done():
+            await asyncio.wait([self._making])
+        if self._making.cancelled():
+            raise RankDied("it was ended before Ray had made it")
+        called = getattr(self._making.result(), method)
+        if beside:
+            called = called.options(concurrency_group=CONTROL_GROUP)
+        return await called.remote(*arguments, **options)
 
 
 async def _answer(reference: Any) -> Any:

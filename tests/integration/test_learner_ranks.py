@@ -73,7 +73,7 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
     many = PolicyBatch(
         PROMPTS * 200, RESPONSES * 200, logprobs, logprobs, logprobs, [*batch.advantages] * 200, kl_coef=0.0
     )
-    actor: Any = learner._ranks._ranks[1]._actor  # type: ignore[attr-defined]
+    actor: Any = learner._ranks._ranks[1]._making.result()  # type: ignore[attr-defined]
     pid = await actor.__ray_call__.remote(lambda _: os.getpid())
     training = asyncio.ensure_future(learner.train(many.columns, 0.0, seed=0))
     await computing(pid, 120)

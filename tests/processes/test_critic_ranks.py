@@ -59,6 +59,11 @@ def test_a_rank_that_is_lost_costs_seconds_and_leaves_no_process(found: dict[str
     assert ended_s < SOON_S
 
 
+@pytest.mark.parametrize("what", ["a start", "an end"])
+def test_the_event_loop_goes_on_while_rays_gcs_stands_still(found: dict[str, Any], what: str) -> None:
+    assert found[f"GCS stopped, {what}"]
+
+
 @pytest.mark.parametrize("end", ["restored", "replica killed", "replica killed, rank frozen"])
 def test_no_process_stays_behind(found: dict[str, Any], end: str) -> None:
     assert found[end] < SOON_S

@@ -2,6 +2,10 @@
 
 import asyncio
 import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +13,29 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError, OwnerDiedError, RayActorError, RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import (
+    ActorUnavailableError,
+    OwnerDiedError,
+    RayActorError,
+    RaySystemError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
 
 from quartet.config.learner import LearnerConfig
-from quartet.ranks.group import RankDied
+from quartet.ranks.group import RankDied, RanksLost
 from quartet.ranks.nccl_settings import DEFAULTS, GIVE_UP
-from quartet.ranks.ray_rank import RayRank, _answer, variables
+from quartet.ranks.ranks import Ranks
+from quartet.ranks.ray_rank import RayRank, _answer, ray_ranks, variables
 from quartet.ranks.stopped import is_stopped
-from quartet.wire.errors import InvalidArgument
+from quartet.wire.errors import InvalidArgument, ResourceExhausted
 from tests.unit.waiting import until
+
+CONFIG = LearnerConfig.model_construct(ranks=1, rank_timeout_s=60.0)
+
+
+def started(_: Ranks) -> None:
+    """Builds no trainer."""
 
 
 async def raising(error: Exception) -> None:
@@ -48,31 +66,106 @@ async def test_an_error_of_its_method_is_raised_as_it_is() -> None:
     assert caught.value is cause
 
 
+class FakeActor:
+    """Has methods that give these answers."""
+
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=partial(self._answer, name), options=lambda **_: getattr(self, name))
+
+    async def _answer(self, name: str) -> Any:
+        return self._answers[name]
+
+
+class FakeRay:
+    """Makes an actor when its GCS answers."""
+
+    def __init__(self) -> None:
+        self.actor: FakeActor | Exception | None = None
+        self.answers = threading.Event()
+        self.killed: list[FakeActor] = []
+
+    def remote(self, *_: Any) -> Any:
+        assert self.answers.wait(30)
+        actor, self.actor = self.actor, None
+        if isinstance(actor, Exception):
+            raise actor
+        return actor
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    """In the place of Ray."""
+    fake = FakeRay()
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: SimpleNamespace(options=lambda **_: fake))
+    monkeypatch.setattr(ray, "kill", fake.killed.append)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    yield fake
+    fake.answers.set()
+
+
+async def test_the_loop_goes_on_while_ray_makes_an_actor_and_calls_wait_in_their_order(fake_ray: FakeRay) -> None:
+    fake_ray.actor = FakeActor(place=("elsewhere", 1), run=7, run_beside=8)
+    rank = RayRank("policy", CONFIG, 0, {})
+    calls = [asyncio.ensure_future(rank.call(method)) for method in ("run", "run_beside")]
+    await asyncio.sleep(0.01)
+    assert not any(call.done() for call in calls)
+    fake_ray.answers.set()
+    assert await asyncio.gather(*calls) == [7, 8]
+    rank.kill()
+    assert len(fake_ray.killed) == 1
+
+
+async def test_ranks_that_ray_does_not_make_in_time_are_an_error_that_says_so(fake_ray: FakeRay) -> None:
+    group = ray_ranks("policy", CONFIG, {})
+    with pytest.raises(
+        ResourceExhausted, match=r"no answer within 0\.05 s from rank 0 of 1; .* does its head answer"
+    ):
+        await group.start(started, timeout_s=0.05)
+    with pytest.raises(RanksLost):
+        group.check()
+
+
+async def test_an_actor_that_ray_makes_too_late_has_no_handle_and_so_ends(fake_ray: FakeRay) -> None:
+    fake_ray.actor = FakeActor()
+    made = weakref.ref(fake_ray.actor)
+    group = ray_ranks("policy", CONFIG, {})
+    starting = asyncio.ensure_future(group.start(started, timeout_s=30))
+    await asyncio.sleep(0.01)
+    group.stop()
+    with pytest.raises(RanksLost, match="rank 0 of 1 died: it was ended before Ray had made it"):
+        await starting
+    assert made() is not None
+    fake_ray.answers.set()
+    await until(lambda: made() is None)
+    assert not fake_ray.killed
+
+
+async def test_an_actor_that_ray_cannot_make_is_a_rank_that_died(fake_ray: FakeRay) -> None:
+    fake_ray.actor = RaySystemError("the connection is lost")
+    fake_ray.answers.set()
+    group = ray_ranks("policy", CONFIG, {})
+    with pytest.raises(RanksLost, match=r"rank 0 of 1 died: .*the connection is lost"):
+        await group.start(started, timeout_s=30)
+    group.stop()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("node", "seen"), [("here", True), ("elsewhere", False)])
 async def test_a_process_that_is_stopped_or_has_ended_is_seen_on_this_machine_only(
-    monkeypatch: pytest.MonkeyPatch, node: str, seen: bool
+    fake_ray: FakeRay, node: str, seen: bool
 ) -> None:
     """A process id says nothing about another machine's processes."""
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-    killed: list[object] = []
-    monkeypatch.setattr(ray, "kill", killed.append)
     process = await asyncio.create_subprocess_exec("sleep", "600")
-
-    async def place() -> tuple[str, int]:
-        return node, process.pid
-
-    async def run() -> int:
-        return 7
-
-    rank = object.__new__(RayRank)
-    remote = SimpleNamespace(remote=place)
-    rank._actor = SimpleNamespace(place=SimpleNamespace(options=lambda **_: remote), run=SimpleNamespace(remote=run))
-    rank._placed = None
+    fake_ray.actor = actor = FakeActor(place=(node, process.pid), run=7)
+    rank = RayRank("policy", CONFIG, 0, {})
     try:
         assert not rank.stopped  # it has not begun
+        fake_ray.answers.set()
         assert await rank.call("run") == 7
-        await until(lambda: rank._placed and rank._placed.done())
+        await until(rank._placed.done)
         assert not rank.stopped
         process.send_signal(signal.SIGSTOP)
         if seen:
@@ -88,7 +181,7 @@ async def test_a_process_that_is_stopped_or_has_ended_is_seen_on_this_machine_on
             process.kill()
             await process.wait()
         assert rank.death == ("its process has ended" if seen else "")
-        assert killed == [rank._actor]
+        assert fake_ray.killed == [actor]
     finally:
         if process.returncode is None:
             process.kill()
