@@ -3,10 +3,23 @@
 import asyncio
 from typing import Any
 
+from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from quartet.seams.serve import answers_of_each
+
+
+def connected(handle: Any) -> Any:
+    """The handle of a deployment, ready for calls. A constructor calls this: Serve otherwise asks its controller and
+    Ray's GCS at the first call, and the replica's event loop stands still for as long as they do."""
+    return handle.options()
+
+
+def everyone() -> Any:
+    """A handle of all replicas of the deployment that this process is one of."""
+    context = serve.get_replica_context()
+    return connected(serve.get_deployment_handle(context.deployment, context.app_name))
 
 
 async def answers_in_time(handle: Any, method: str, seconds: float) -> list[Any]:

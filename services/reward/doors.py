@@ -1,7 +1,7 @@
 """The parts that every deployment of the reward service has which takes calls: gRPC, HTTP and metrics."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2
 from ray import serve
@@ -13,7 +13,7 @@ from protos import reward_pb2 as pb
 from quartet.security.port import Port
 from quartet.serving.health import HealthMixin
 from quartet.serving.http import HttpMixin, refusal
-from quartet.serving.replicas import answers_in_time
+from quartet.serving.replicas import answers_in_time, everyone
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from quartet.wire.errors import InvalidArgument
@@ -42,7 +42,7 @@ class Doors(HealthMixin, HttpMixin):
         self._counted, self._text_of = Received, text_of
         self._metrics = Metrics()
         self._door = Door(self) if Port.of().http else None
-        self._everyone: Any = None
+        self._everyone = everyone() if self._door else None
 
     async def check_health(self) -> None:
         """Raises if the replica is ill."""
@@ -107,8 +107,5 @@ class Doors(HealthMixin, HttpMixin):
 
     async def metrics(self) -> bytes:
         """Metrics of all replicas that answer, in Prometheus' text format."""
-        context = serve.get_replica_context()
-        if self._everyone is None:  # one is kept, since each makes a router that asks Serve's controller
-            self._everyone = serve.get_deployment_handle(context.deployment, context.app_name)
         found = dict([await self.taken(), *await answers_in_time(self._everyone, "taken", METRICS_S)])
         return bytes(self._text_of(sorted(found.items())))

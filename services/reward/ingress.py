@@ -13,6 +13,7 @@ from ray.serve.exceptions import RayServeException
 from protos import reward_pb2 as pb
 from quartet.serving.admission import MOST_ONGOING
 from quartet.serving.replica_process import prepare_replica
+from quartet.serving.replicas import connected
 from quartet.serving.share import Share
 from quartet.wire.errors import REPLICA_DIED, ServiceError, Unavailable
 from services.reward.config import INGRESS
@@ -42,7 +43,7 @@ class Ingress(Doors):
     def __init__(self, scorers: Mapping[str, Any], scores: Mapping[str, Sequence[str]]) -> None:
         """Takes Serve's handles of the scorers, and the names of their scores, by the scorers' names."""
         prepare_replica()
-        self._scorers = dict(scorers)
+        self._scorers = {name: connected(handle) for name, handle in scorers.items()}
         self._listed = {name: Listed(name, tuple(scores[name])) for name in scorers}
         self._known = {name: pb.ScorerInfo(name=name) for name in scorers}
         self._open()

@@ -22,7 +22,7 @@ from quartet.serving.guests import Guests
 from quartet.serving.health import HealthMixin
 from quartet.serving.http import HttpMixin, refusal
 from quartet.serving.replica_process import prepare_replica
-from quartet.serving.replicas import answers_in_time
+from quartet.serving.replicas import answers_in_time, everyone
 from quartet.serving.servicer import translated, translated_stream
 from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
@@ -69,8 +69,7 @@ class Rollout(HealthMixin, HttpMixin):
         self._admission = Admission(config.limits)
         context = serve.get_replica_context()
         self._replica = str(context.replica_tag)
-        # One handle is kept, since each new one makes a router that asks Serve's controller.
-        self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
+        self._everyone = everyone()
         self._max_phase_s = config.max_phase_s
         self._member = WeightMember(engine, self._replica)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -98,6 +98,9 @@ class Handle:
 
     def __init__(self, replica: Any) -> None:
         self._replica = replica
+
+    def options(self) -> Self:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *arguments: Response(getattr(self._replica, name)(*arguments)))

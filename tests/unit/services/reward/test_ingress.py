@@ -34,11 +34,17 @@ class Handle:
 
     def __init__(self, replica: Any) -> None:
         self.replica = replica
-        self.state = "alive"
+        self.state = "not connected"
         self.calls: list[tuple[str, Response]] = []
         """Method and answer of each call."""
 
+    def options(self) -> "Handle":
+        """Has Serve make the handle's router, for which it asks others, and waits."""
+        self.state = "alive"
+        return self
+
     def __getattr__(self, method: str) -> Any:
+        assert self.state != "not connected"
         return Remote(self, method)
 
 

@@ -18,6 +18,7 @@ from ray import serve
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
 from quartet.models.loading import load_tokenizer
+from quartet.security.port import HTTP_VARIABLE
 from quartet.serving import replicas
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
@@ -184,8 +185,10 @@ def test_the_file_of_a_tokenizer_does_not_cut_texts(policy_folder: Path, tmp_pat
 
 
 async def test_measures_come_although_the_other_replicas_stay_silent(
-    reward: Any, monkeypatch: pytest.MonkeyPatch
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The same where Serve's controller stays silent, which a replica asks for the others before it serves."""
+
     async def silent(response: Any) -> Any:
         await asyncio.Event().wait()
 
@@ -193,7 +196,11 @@ async def test_measures_come_although_the_other_replicas_stay_silent(
     monkeypatch.setattr(doors, "METRICS_S", 0.1)
     monkeypatch.setattr(replicas, "answers_of_each", silent)
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    reward._everyone = SimpleNamespace(broadcast=lambda method: None)
+    unconnected = SimpleNamespace(options=lambda: SimpleNamespace(broadcast=lambda method: None))
+    monkeypatch.setenv(HTTP_VARIABLE, "open")
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *named: {("Reward", "reward"): unconnected}[named])
+    reward = replica(policy_folder)
+    monkeypatch.setattr(serve, "get_deployment_handle", None)
     await reward.Score(pairs(3), Context())
     text = (await asyncio.wait_for(reward.metrics(), 20)).decode()
     assert re.search(r'quartet_reward_rows_total\{outcome="scored",replica="one".*\} 3\.0', text), text
