@@ -1,5 +1,6 @@
 """Runs of `quartet train` on the shared quartet that may be killed and begun again."""
 
+import asyncio
 import shutil
 import signal
 import time
@@ -13,8 +14,9 @@ from safetensors.torch import load_file
 from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
-from tests.cluster import Quartet
+from tests.cluster import Quartet, eventually
 from tests.commands import PATIENCE_S, Command
+from tests.environments import HELD, HOLD
 
 STEPS, EVERY = 8, 2
 
@@ -88,6 +90,27 @@ class Run:
             }
             for line in read_metrics(self.folder / "metrics.jsonl")
         ]
+
+
+async def finish_held(run: Run, count: int, kill: Callable[[], None]) -> None:
+    """Carries the run out, and calls `kill` as soon as so many of its conversations are held (tests.environments)."""
+    hold, held = run.quartet.folder / HOLD, run.quartet.folder / HELD
+    hold.touch()
+    process = run.start()
+    try:
+
+        async def all_wait() -> bool:
+            assert process.poll() is None, run.log.read_text()
+            return held.exists() and len(held.read_text().splitlines()) >= count
+
+        await eventually(all_wait, PATIENCE_S)
+        kill()
+        hold.unlink()
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0, run.log.read_text()
+    finally:
+        hold.unlink(missing_ok=True)
+        held.unlink(missing_ok=True)
+        run.end()
 
 
 def assert_same(run: Run, straight: Run, but: tuple[str, ...] = ()) -> None:

@@ -1,7 +1,6 @@
 """Runs whose conversations an agent has by OpenAI's protocol: the samples that the run itself would ask for, also
 where replicas, sessions, agents or the run are lost."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -13,11 +12,9 @@ import yaml
 from examples.agent import WRONG
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
-from tests.cluster import Quartet, eventually, named, rollouts
-from tests.commands import PATIENCE_S
-from tests.environments import HELD, HOLD
+from tests.cluster import Quartet, named, rollouts
 from tests.models import EOS, make_tokenizer
-from tests.runs import Run, journal
+from tests.runs import Run, finish_held, journal
 
 STEPS, BATCH, EACH, MOST = 3, 16, 4, 12
 RLOO = {"kind": "rloo", "samples_per_prompt": EACH, "scale": "none"}
@@ -111,24 +108,12 @@ def test_a_run_killed_amid_conversations_ends_as_one_that_was_not(quartet: Quart
 async def test_what_is_lost_amid_conversations_is_made_up_for(quartet: Quartet, staleness: int, lost: str) -> None:
     """All conversations of a batch wait, and a replica or the process that holds their sessions is killed."""
     run = by_agent(quartet, f"agent-{staleness}-{lost}", "tests.agents:held", loop={"max_staleness": staleness})
-    hold, held = quartet.folder / HOLD, quartet.folder / HELD
-    hold.touch()
-    process = run.start()
-    try:
 
-        async def all_wait() -> bool:
-            assert process.poll() is None, run.log.read_text()
-            return held.exists() and len(held.read_text().splitlines()) >= BATCH
-
-        await eventually(all_wait, PATIENCE_S)
+    def kill() -> None:
         replica = psutil.Process(next(iter(rollouts(quartet).values())))
         (replica if lost == "replica" else named(quartet, "ray::SessionHolder")).kill()
-        hold.unlink()
-        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0, run.log.read_text()
-    finally:
-        hold.unlink(missing_ok=True)
-        held.unlink(missing_ok=True)
-        run.end()
+
+    await finish_held(run, BATCH, kill)
     assert "interrupted (" not in run.log.read_text()
     lines = read_metrics(run.folder / "metrics.jsonl")
     assert all(line["policy/staleness"] <= staleness for line in lines)

@@ -1,6 +1,5 @@
 """Runs with an environment of two turns, one file of examples/: what is trained, and what survives faults."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -12,11 +11,10 @@ import yaml
 from examples.second_try import WRONG
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
-from tests.cluster import Quartet, eventually, rollouts
+from tests.cluster import Quartet, rollouts
 from tests.commands import PATIENCE_S
-from tests.environments import HELD, HOLD
 from tests.models import EOS, make_tokenizer
-from tests.runs import Run, assert_replayed, journal
+from tests.runs import Run, assert_replayed, finish_held, journal
 
 STEPS, BATCH, LEAST, MOST = 3, 16, 3, 12
 TOLD = make_tokenizer()(WRONG, add_special_tokens=False)["input_ids"]
@@ -107,23 +105,7 @@ def test_the_journal_gives_the_same_weights(quartet: Quartet, straight: Run) -> 
 async def test_a_replica_that_dies_between_two_turns_takes_nothing_with_it(quartet: Quartet, staleness: int) -> None:
     """All conversations of a batch wait for their second turn, and a replica is killed meanwhile."""
     run = two_turns(quartet, f"held-{staleness}", "tests.environments:Held", max_staleness=staleness)
-    hold, held = quartet.folder / HOLD, quartet.folder / HELD
-    hold.touch()
-    process = run.start()
-    try:
-
-        async def all_wait() -> bool:
-            assert process.poll() is None, run.log.read_text()
-            return held.exists() and len(held.read_text().splitlines()) >= BATCH
-
-        await eventually(all_wait, PATIENCE_S)
-        psutil.Process(next(iter(rollouts(quartet).values()))).kill()
-        hold.unlink()
-        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0, run.log.read_text()
-    finally:
-        hold.unlink(missing_ok=True)
-        held.unlink(missing_ok=True)
-        run.end()
+    await finish_held(run, BATCH, lambda: psutil.Process(next(iter(rollouts(quartet).values()))).kill())
     assert "interrupted (" not in run.log.read_text()
     lines = read_metrics(run.folder / "metrics.jsonl")
     assert lines[-1]["samples/used_total"] == STEPS * BATCH
