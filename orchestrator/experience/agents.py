@@ -207,7 +207,8 @@ def _read(told: dict[str, Any], request: SampleRequest, result: Any) -> Conversa
     except (KeyError, ValueError) as error:
         raise InvalidReply(f"/rl/trajectory: {error!r}") from None
     if not found or not ends:
-        raise _Failed("asked the model for nothing")
+        full = "sent a first request that leaves no room for a response (data.max_prompt_length + agent.max_tokens)"
+        raise _Failed(full if told["full"] else "asked the model for nothing")
     for segment in found[0].segments:
         if (logprobs := segment.logprobs) is not None:
             check_row(f"/rl/trajectory: prompt row {request.prompt.row}: logprobs", logprobs, len(segment.ids))

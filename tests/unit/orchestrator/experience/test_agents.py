@@ -341,6 +341,15 @@ async def test_a_response_that_was_cut_off_is_truncated(door: Door, config: Orch
     assert not (await converse(door, config, goes_on))[0].truncated
 
 
+async def test_a_first_request_without_room_is_named(door: Door, config: OrchestratorConfig) -> None:
+    async def solve(task: Task) -> None:
+        door.held.leave(ME.name, task.api_key, 0, full=True)
+        raise ValueError("400: leaves no room for a response")
+
+    with pytest.raises(ConfigError, match="a first request that leaves no room for a response"):
+        await converse(door, config, solve)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_conversation_without_room_is_over(door: Door, config: OrchestratorConfig, fails: bool) -> None:
     """Clients of OpenAI's protocol raise where a prompt is too long, and agents seldom expect that."""
