@@ -6,13 +6,13 @@ Prints what it found, as JSON. A program for the reasons of tests/placement.py; 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -96,17 +96,23 @@ class Replica:
         return went_on
 
     async def end_while_stopped(self, gcs: int) -> bool:
-        """Ends a rank that Ray has just made, while its GCS is stopped; True if that does not wait for the GCS."""
-        config = LearnerConfig.model_construct(ranks=1, rank_timeout_s=60.0)
-        group = self._ray_rank.ray_ranks("critic", config, self._ray_rank.makers_place())
-        (rank,) = group._ranks
-        assert isinstance(rank, self._ray_rank.RayRank)
-        async with asyncio.timeout(PATIENCE_S):
-            while not rank._making.done():
-                await asyncio.sleep(0)
-        with stopped(gcs) as process:
+        """Ends a rank when Ray has just made it, at which moment its GCS is stopped; True if that does not wait for
+        the GCS."""
+        with contextlib.ExitStack() as stack:
+
+            async def made(make: Callable[[], Any], name: str) -> Any:
+                handle = make()
+                stack.enter_context(stopped(gcs))
+                return handle
+
+            config = LearnerConfig.model_construct(ranks=1, rank_timeout_s=60.0)
+            with mock.patch.object(self._ray_rank, "in_thread", made):
+                group = self._ray_rank.ray_ranks("critic", config, self._ray_rank.makers_place())
+                (rank,) = group._ranks
+                assert isinstance(rank, self._ray_rank.RayRank)
+                await rank._making
             group.stop()
-            return process.status() == psutil.STATUS_STOPPED
+            return psutil.Process(gcs).status() == psutil.STATUS_STOPPED
 
     async def described(self) -> tuple[dict[str, Any], str]:
         assert self._group
@@ -164,7 +170,7 @@ class Replica:
         raise AssertionError("it started")
 
 
-@contextmanager
+@contextlib.contextmanager
 def stopped(pid: int) -> Iterator[psutil.Process]:
     """Context in which the process is stopped, for PATIENCE_S at most."""
     process, over = psutil.Process(pid), threading.Event()
