@@ -64,6 +64,8 @@ def terms_of(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
     of_a_run = [name for name in _OF_A_RUN if name in given]
     if of_a_run and caller.role != "trainer":
         raise PermissionDenied(f"{of_a_run[0]}: is for a run, and {caller.name} has the role {caller.role}")
+    if stated.get("kept_s", KEPT_S) > KEPT_S and caller.role != "trainer":
+        raise PermissionDenied(f"kept_s: more than {KEPT_S:g} is for a run; {caller.name} has the role {caller.role}")
     if "purpose" in given:
         purposes = {each.name.lower(): each for each in Purpose}
         if not isinstance(given["purpose"], str) or given["purpose"] not in purposes:

@@ -45,6 +45,14 @@ def test_only_a_trainer_speaks_for_a_run(name: str) -> None:
         terms_of(given, Caller("guest", "sampler"))
 
 
+def test_only_a_trainer_s_sessions_are_kept_for_long() -> None:
+    guest = Caller("guest", "sampler")
+    assert terms_of({"kept_s": 60.0}, guest) == {"kept_s": 60.0}
+    assert terms_of({"kept_s": 7200.0}, ME) == {"kept_s": 7200.0}
+    with pytest.raises(PermissionDenied, match="kept_s: more than 3600 is for a run"):
+        terms_of({"kept_s": 7200.0}, guest)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
