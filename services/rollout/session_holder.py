@@ -6,7 +6,7 @@ tokens of a session. If the actor dies, each later call of its sessions is refus
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
 
+from quartet.threads import in_thread
 from quartet.trajectory import Segment
 from quartet.weight_transfer.registry import NAME_ERRORS, NAMESPACE
 from quartet.wire.codec import Ints
@@ -100,6 +101,7 @@ class HeldSessions:
         """
         self._name, self.tokenizer = f"sessions of {application}", tokenizer
         self._holder: Any = None
+        self._searching = asyncio.Lock()
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Calls a method of Sessions. See SessionStore."""
@@ -119,14 +121,13 @@ class HeldSessions:
         """The holder's answer. A session may be started by another holder, if one has died."""
         while True:
             found_before = self._holder is not None
-            if not found_before:
-                self._holder = await asyncio.to_thread(self._started if starts else self._existing)
-            if self._holder is None:
+            holder = await self._found(self._started if starts else self._existing)
+            if holder is None:
                 raise NotFound(
                     "no session was started here, or the process that held them has died, with their tokens"
                 )
             try:
-                answer: tuple[ServiceError | None, Any] = await self._holder.ask.remote(method, *args)
+                answer: tuple[ServiceError | None, Any] = await holder.ask.remote(method, *args)
                 return answer
             except RayActorError as error:
                 self._holder = None
@@ -139,16 +140,21 @@ class HeldSessions:
     async def counts(self) -> dict[str, int]:
         """`Sessions.counts`; empty if there have been no sessions, or their holder does not answer."""
         try:
-            if self._holder is None:
-                self._holder = await asyncio.to_thread(self._existing)
-            if self._holder is None:
-                return {}
             async with asyncio.timeout(ANSWER_S):
-                counted: dict[str, int] = await self._holder.counts.remote()
+                holder = await self._found(self._existing)
+                counted: dict[str, int] = {} if holder is None else await holder.counts.remote()
                 return counted
         except (TimeoutError, RayActorError):
             self._holder = None
             return {}
+
+    async def _found(self, find: Callable[[], Any]) -> Any:
+        """The holder, if it is known or `find` finds it; one search at a time, in a thread of its own, as each lasts
+        for as long as Ray's GCS is silent."""
+        async with self._searching:
+            if self._holder is None:
+                self._holder = await in_thread(find, "holder of sessions")
+            return self._holder
 
     def _existing(self) -> Any:
         try:

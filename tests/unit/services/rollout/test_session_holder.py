@@ -1,6 +1,8 @@
 """The actor that holds the sessions, as a replica asks it: what it refuses arrives as it was raised."""
 
+import asyncio
 import pickle
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,3 +94,29 @@ async def test_the_first_sessions_start_their_holder(
     monkeypatch.setattr(HeldSessions, "_started", lambda self: actor)
     await held.ask(*first)
     assert await held.ask("end", "me", "s") == 0
+
+
+async def test_a_search_that_ray_does_not_answer_is_made_once_and_holds_up_nothing_else(
+    held: HeldSessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches, let = [], threading.Event()
+
+    def silent(name: str, namespace: str) -> Any:
+        searches.append(name)
+        let.wait(30)
+        raise ValueError(f"no actor {name}")
+
+    monkeypatch.setattr(ray, "get_actor", silent)
+    asking = [asyncio.create_task(held.ask("end", "me", f"s{number}")) for number in range(64)]
+    counting = asyncio.create_task(held.counts())
+    try:
+        while not searches:
+            await asyncio.sleep(0.01)
+        # The event loop's own threads are free for others.
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 30) == 7
+        assert len(searches) == 1
+    finally:
+        let.set()
+    said = await asyncio.gather(*asking, return_exceptions=True)
+    assert [type(each) for each in said] == [NotFound] * 64
+    assert await counting == {}
