@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
-from tests.cluster import Quartet, eventually
+from tests.cluster import Quartet, eventually, whole
 from tests.commands import PATIENCE_S, Command
 from tests.environments import HELD, HOLD
 
@@ -93,7 +93,8 @@ class Run:
 
 
 async def finish_held(run: Run, count: int, kill: Callable[[], None]) -> None:
-    """Carries the run out, and calls `kill` as soon as so many of its conversations are held (tests.environments)."""
+    """Carries the run out, and calls `kill` as soon as so many of its conversations are held (tests.environments).
+    Returns when all rollout replicas are there again."""
     hold, held = run.quartet.folder / HOLD, run.quartet.folder / HELD
     hold.touch()
     process = run.start()
@@ -111,6 +112,7 @@ async def finish_held(run: Run, count: int, kill: Callable[[], None]) -> None:
         hold.unlink(missing_ok=True)
         held.unlink(missing_ok=True)
         run.end()
+    await whole(run.quartet, run.quartet.rollout_replicas)
 
 
 def assert_same(run: Run, straight: Run, but: tuple[str, ...] = ()) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from orchestrator.deployment.listeners import Listener, listeners
 from orchestrator.monitoring.metrics import FILE, read_metrics
-from tests.cluster import Quartet, rollouts
+from tests.cluster import Quartet, rollouts, whole
 from tests.commands import PATIENCE_S, Command
 
 STEPS, EACH = 3, 20
@@ -55,5 +55,6 @@ async def test_idle_connections_and_a_frozen_replica_do_not_end_a_run(quartet: Q
     finally:
         if frozen.is_running():
             frozen.kill()
+    await whole(quartet, quartet.rollout_replicas)
     lines = read_metrics(quartet.folder / "runs" / "knocked-at" / FILE)
     assert [line["step"] for line in lines if line["step"]] == list(range(1, STEPS + 1))
