@@ -25,8 +25,6 @@ from services.rollout.session_trajectory import trajectories_of
 
 LONGEST_RESULT = 1 << 16
 """Most characters of JSON that an agent may return, as a call to the reward service holds those of many samples."""
-
-
 _SAID = 500
 """Most characters of an error that are repeated."""
 

@@ -179,7 +179,7 @@ class VLLMCompletions:
         call = OpenAICall(self._served, self._requests, share, version, longest, held)
         # Their log-probs are in a message that brings them, whether or not they are asked for otherwise.
         tells = path == _CHAT and given.get("return_token_ids") and not given.get("stream")
-        call.keeps = call.turn is not None or bool(tells)
+        call.keeps |= bool(tells)
         try:
             given = _prepared(given, path)
             request = _parsed(kind, given)
