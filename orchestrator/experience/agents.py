@@ -2,19 +2,16 @@
 
 import asyncio
 import json
-import traceback
 from collections.abc import Callable
-from inspect import isawaitable, iscoroutinefunction
 from typing import Any, Self
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.environments.agent import Agent, Task
-from orchestrator.environments.config import PAUSE_S
 from orchestrator.experience.checks import check_row
 from orchestrator.experience.conversation import Conversation
 from orchestrator.experience.requests import SampleRequest
-from quartet.config.base import ConfigError
-from quartet.threads import in_thread
+from orchestrator.experience.user_function import Failed as _Failed
+from orchestrator.experience.user_function import UserFunction
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidReply, NotFound
 from quartet.wire.json_bounds import check_bounds
@@ -25,12 +22,6 @@ from services.rollout.session_trajectory import trajectories_of
 
 LONGEST_RESULT = 1 << 16
 """Most characters of JSON that an agent may return, as a call to the reward service holds those of many samples."""
-_SAID = 500
-"""Most characters of an error that are repeated."""
-
-
-class _Failed(Exception):
-    """A conversation did not come to its end; the message says why."""
 
 
 class Agents:
@@ -54,8 +45,9 @@ class Agents:
         """
         assert config.agent is not None
         self._agent, self._config, self._run = agent, config.agent, config
+        seconds, attempts = config.agent.conversation_s, config.agent.attempts
+        self._solve = UserFunction(agent.function, "agent", "conversation_s", seconds, attempts, _as_json)
         self._sessions, self._rollout, self._purpose = sessions, rollout, purpose
-        self._on_loop = iscoroutinefunction(agent.function)
         self._places = asyncio.Semaphore(config.agent.at_once)
 
     @classmethod
@@ -89,33 +81,33 @@ class Agents:
             ConfigError: the agent failed or was late, as often as a conversation may be begun.
             ServiceError: the rollout service starts no session in time.
         """
-        for attempt in range(1, self._config.attempts + 1):
-            if attempt > 1:
-                await asyncio.sleep((attempt - 1) * PAUSE_S)
-                on_repeat(1)
-            try:
-                async with self._places:
+
+        async def begun() -> Conversation:
+            async with self._places:
+                try:
                     return await self._begun(request, version, newest)
-            except (_Failed, NotFound) as error:
-                reason = str(error)
-        raise ConfigError(
-            f"agent {self._agent.name}: sample {request.number}, prompt row {request.prompt.row}: {reason}, the last "
-            f"of {attempt} attempts (orchestrator.agent.conversation_s, attempts); mend it, and go on with --resume, "
-            "after a change of the agent's file with --accept-changed-services"
-        )
+                except NotFound as error:  # its tokens are lost
+                    raise _Failed(str(error)) from error
+
+        where = f"agent {self._agent.name}: sample {request.number}, prompt row {request.prompt.row}"
+        return await self._solve.attempted(begun, where, on_repeat)
 
     async def _begun(self, request: SampleRequest, version: int | None, newest: int | None) -> Conversation:
-        """A conversation in a session of its own. NotFound: its tokens are lost."""
+        """A conversation in a session of its own. _Failed: by the agent. NotFound: its tokens are lost."""
         own = {"task_id": f"sample {request.number}"} | ({} if request.seed is None else {"seed": request.seed})
         session = await self._sessions.start(self._terms(version, newest), **own)
+        result = failure = None
         try:
-            result, failure = await self._had(self._task(request, session))
+            try:
+                result = await self._solve(self._task(request, session))
+            except _Failed as error:
+                failure = error
             told = await self._sessions.trajectory(session)
         finally:
             self._sessions.remove(session)
         # An agent may fail where another response would not fit: that is the end of its conversation.
         if failure and not told["full"]:
-            raise _Failed(failure)
+            raise failure
         return _read(told, request, result)
 
     def _terms(self, version: int | None, newest: int | None) -> dict[str, Any]:
@@ -143,42 +135,6 @@ class Agents:
             columns=prompt.columns,
             seed=request.seed,
         )
-
-    async def _had(self, task: Task) -> tuple[Any, str]:
-        """The agent's result at the end of a conversation; and the reason why it did not come to that, empty if it
-        did."""
-        seconds = self._config.conversation_s
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                result = await self._returned(task)
-            return _as_json(result), ""
-        except (Exception, asyncio.CancelledError) as error:  # the user's own code, which may raise anything
-            # Its own awaits may have been cancelled; a task group would take that for the end of this one.
-            task_ = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task_ is not None and task_.cancelling():
-                raise
-            late = isinstance(error, TimeoutError) and limit.expired()
-            if late:  # the cancellation was raised where it waited
-                return None, f"did not end within {seconds:g} s{self._line(error.__cause__)}"
-            return None, f"failed with {repr(error)[:_SAID]}{self._line(error)}"
-
-    def _line(self, error: BaseException | None) -> str:
-        """The line of the agent's module that led to an error; empty if it is not known."""
-        module = getattr(self._agent.function, "__module__", "")
-        frames = traceback.walk_tb(None if error is None else error.__traceback__)
-        lines = [line for frame, line in frames if frame.f_globals.get("__name__") == module]
-        return f" at line {lines[-1]} of {module}" if lines else ""
-
-    async def _returned(self, task: Task) -> Any:
-        function = self._agent.function
-        try:
-            if self._on_loop:
-                return await function(task)
-            given = await in_thread(lambda: function(task), f"agent, sample {task.sample}")
-            # A plain function may give one too, such as a coroutine function that is wrapped in another.
-            return await given if isawaitable(given) else given
-        except SystemExit as error:  # which would end the run as if it were the run's own
-            raise RuntimeError(repr(error)) from error
 
 
 def _as_json(result: Any) -> Any:

@@ -1,7 +1,6 @@
 """Answers of an environment: asked for within bounds, and turned into token ids."""
 
 import asyncio
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -12,13 +11,13 @@ from numpy.typing import NDArray
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.rendering import follow
-from orchestrator.environments.config import PAUSE_S, THREADS
+from orchestrator.environments.config import THREADS
 from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
 from orchestrator.experience.beside import together_in_thread
 from orchestrator.experience.calls import form_of
 from orchestrator.experience.conversation import Conversation
+from orchestrator.experience.user_function import UserFunction
 from quartet.config.base import ConfigError
-from quartet.threads import in_thread
 from quartet.wire.codec import Ints
 from quartet.wire.identity import vocabulary_size
 
@@ -44,9 +43,10 @@ class Answers:
         self._own_end_ids = self._end_ids.difference(config.sampling.stop_token_ids)
         self._room = config.longest_response - config.sampling.max_new_tokens
         self._vocabulary = vocabulary_size(tokenizer)
-        self._on_loop = inspect.iscoroutinefunction(environment.answer)
+        seconds, attempts = config.environment.answer_s, config.environment.attempts
+        self._ask = UserFunction(environment.answer, "environment", "answer_s", seconds, attempts)
         self._threads: AbstractAsyncContextManager[None] = (
-            nullcontext() if self._on_loop else asyncio.Semaphore(THREADS)
+            nullcontext() if self._ask.on_loop else asyncio.Semaphore(THREADS)
         )
         # Long answers take seconds. The messages in them take a process, as calls do.
         self._encoded = together_in_thread(self._encode, "answers of the environment")
@@ -76,7 +76,13 @@ class Answers:
         where = (
             f"environment {self._environment.name}: sample {turn.sample}, prompt row {turn.row}, turn {turn.number}"
         )
-        answer = await self._answer(turn, where)
+
+        async def asked() -> Answer:
+            async with self._threads:
+                answer: Answer = await self._ask(turn)
+                return answer
+
+        answer = await self._ask.attempted(asked, where)
         if answer is None:
             return conversation
         messages, wrong = (answer.messages, answer.wrong) if isinstance(answer, Results) else (answer, 0)
@@ -115,42 +121,6 @@ class Answers:
         another of the model's own ends, which stands for it. Another stop token, such as the end of a tool's call,
         does not."""
         return end in self._end_ids and (last == end or last in self._own_end_ids)
-
-    async def _answer(self, turn: Turn, where: str) -> Answer:
-        """The environment's answer, at one of the attempts."""
-        config = self._config
-        for attempt in range(1, config.attempts + 1):
-            try:
-                async with self._threads, asyncio.timeout(config.answer_s) as limit:
-                    return await self._asked(turn)
-            except (Exception, asyncio.CancelledError) as error:  # the user's own code, which may raise anything
-                # Its own awaits may have been cancelled; a task group would take that for the end of this one.
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise
-                late = isinstance(error, TimeoutError) and limit.expired()
-                if attempt == config.attempts:
-                    reason = f"gave no answer within {config.answer_s:g} s" if late else f"failed with {error!r}"
-                    raise ConfigError(
-                        f"{where}: {reason}, the last of {attempt} attempts (orchestrator.environment.answer_s, "
-                        "attempts); mend it, and go on with --resume, after a change of the environment's file with "
-                        "--accept-changed-services"
-                    ) from error
-            await asyncio.sleep(attempt * PAUSE_S)
-        raise AssertionError("an attempt returns or raises")
-
-    async def _asked(self, turn: Turn) -> Answer:
-        ask: Any = self._environment.answer
-        if self._on_loop:
-            given = ask(turn)
-        else:
-            given = await in_thread(lambda: ask(turn), f"environment, sample {turn.sample}")
-        try:
-            # A plain function may give one too, such as a coroutine function that is wrapped in another.
-            answer: Answer = await given if inspect.isawaitable(given) else given
-        except SystemExit as error:  # which would end the run as if it were the run's own
-            raise RuntimeError(repr(error)) from error
-        return answer
 
     def _follow(self, asked: Sequence[tuple[Messages, str]]) -> list[str]:
         """The text of messages behind a response, each with the place with which errors begin."""

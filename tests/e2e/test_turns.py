@@ -133,7 +133,7 @@ def test_an_environment_that_fails_ends_the_run_with_its_reason(quartet: Quartet
         assert process.wait(PATIENCE_S) == 1
         told = " ".join(run.log.read_text().split())
         assert "error: environment fails_here:Fails: sample" in told
-        assert "failed with OSError('the tool is gone'), the last of 3 attempts" in told
+        assert "failed with OSError('the tool is gone') at line 6 of fails_here, the last of 3 attempts" in told
         assert "interrupted (" not in told
         assert run.steps() == []
     finally:

@@ -1,7 +1,6 @@
 """Answers of environments: as text, messages or ids, in time, within bounds; and what is none."""
 
 import asyncio
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from orchestrator.data.rendering import follow
 from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
 from orchestrator.environments.tools import Tools
 from orchestrator.experience import answers as module
+from orchestrator.experience import user_function
 from orchestrator.experience.answers import Answers
 from orchestrator.experience.calls import UNREADABLE
 from orchestrator.experience.conversation import Conversation, trajectories
@@ -81,7 +81,7 @@ def segments(conversation: Conversation) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(user_function, "PAUSE_S", 0.0)
 
 
 @pytest.mark.parametrize("kind", [Told, Awaited])
@@ -215,43 +215,13 @@ async def test_a_failure_is_tried_again_and_then_told(policy_folder: Path) -> No
         return "w7"
 
     answers = asking(policy_folder, Told(fails))
-    with pytest.raises(
-        ConfigError, match=r"turn 1: failed with OSError\('the tool is gone'\), the last of 3 attempts"
-    ):
+    line = fails.__code__.co_firstlineno + 3
+    said = r"^environment told: sample 0, prompt row 0, turn 1: failed with OSError\('the tool is gone'\) at line "
+    said += rf"{line} of {__name__}, the last of 3 attempts \(orchestrator.environment.answer_s, attempts\)"
+    with pytest.raises(ConfigError, match=said):
         await answers.to(after(12))
     assert len(tried) == 3
     assert segments(await answers.to(after(12))) == [[10], [12], [7]]  # the fourth works
-
-
-@pytest.mark.parametrize("kind", [Told, Awaited])
-async def test_a_late_answer_is_a_failure_and_never_waited_for(kind: type[Told], policy_folder: Path) -> None:
-    never = threading.Event()
-
-    class Stuck(kind):  # type: ignore[valid-type, misc]
-        pass
-
-    if kind is Awaited:
-
-        async def forever(self: Any, turn: Turn) -> None:
-            await asyncio.Event().wait()
-
-        Stuck.answer = forever
-    else:
-        Stuck.answer = lambda self, turn: never.wait()
-    try:
-        async with asyncio.timeout(10):
-            with pytest.raises(ConfigError, match=r"gave no answer within 0.05 s, the last of 2 attempts"):
-                await asking(policy_folder, Stuck(lambda turn: None), answer_s=0.05, attempts=2).to(after(12))
-    finally:
-        never.set()
-
-
-async def test_its_own_timeout_is_told_as_its_failure(policy_folder: Path) -> None:
-    def late(turn: Turn) -> Answer:
-        raise TimeoutError("the tool took too long")
-
-    with pytest.raises(ConfigError, match=r"failed with TimeoutError\('the tool took too long'\)"):
-        await asking(policy_folder, Told(late), attempts=1).to(after(12))
 
 
 async def test_a_template_that_changes_a_response_is_refused(policy_folder: Path) -> None:
@@ -281,70 +251,6 @@ async def test_the_end_of_a_turn_is_written_once(
     answers = asking(policy_folder, Told(always([{"role": "w20", "content": "w30"}])), stops)
     expected = [4, 20, 30, EOS, 5]
     assert segments(await answers.to(after(12, last)))[2] == (expected if brought else [EOS, *expected])
-
-
-async def test_what_its_own_awaits_cancel_is_a_failure_like_any_other(policy_folder: Path) -> None:
-    tried: list[int] = []
-
-    class Cancelled(Told):
-        async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
-            tried.append(turn.number)
-            lost = asyncio.ensure_future(asyncio.sleep(10))
-            lost.cancel()
-            await lost
-            return "w7"
-
-    answers = asking(policy_folder, Cancelled(always(None)))
-    with pytest.raises(ConfigError, match=r"failed with CancelledError\(\), the last of 3 attempts"):
-        await answers.to(after(12))
-    assert len(tried) == 3
-
-
-async def test_the_end_of_the_run_is_not_taken_for_a_failure(policy_folder: Path) -> None:
-    tried: list[int] = []
-
-    class Waiting(Told):
-        async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
-            tried.append(turn.number)
-            await asyncio.sleep(10)
-            return "w7"
-
-    asked = asyncio.ensure_future(asking(policy_folder, Waiting(always(None))).to(after(12)))
-    while not tried:
-        await asyncio.sleep(0)
-    asked.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    assert len(tried) == 1
-
-
-async def test_a_plain_function_may_give_something_to_await(policy_folder: Path) -> None:
-    async def later() -> Answer:
-        await asyncio.sleep(0)
-        return "w7"
-
-    assert segments(await asking(policy_folder, Told(lambda turn: later())).to(after(12)))[2] == [7]
-    late = asking(policy_folder, Told(lambda turn: asyncio.sleep(10)), answer_s=0.05, attempts=1)
-    with pytest.raises(ConfigError, match=r"gave no answer within 0.05 s"):
-        await late.to(after(12))
-
-
-async def test_a_function_that_ends_its_thread_has_failed(policy_folder: Path) -> None:
-    def leave(turn: Turn) -> Answer:
-        raise SystemExit(3)
-
-    async with asyncio.timeout(10):
-        with pytest.raises(ConfigError, match=r"failed with RuntimeError\('SystemExit\(3\)'\)"):
-            await asking(policy_folder, Told(leave), answer_s=5, attempts=1).to(after(12))
-
-
-async def test_a_coroutine_that_exits_has_failed_and_does_not_end_the_run(policy_folder: Path) -> None:
-    class Leaving(Told):
-        async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
-            raise SystemExit(0)
-
-    with pytest.raises(ConfigError, match=r"failed with RuntimeError\('SystemExit\(0\)'\)"):
-        await asking(policy_folder, Leaving(always(None)), attempts=1).to(after(12))
 
 
 class Spelling(Tools):
@@ -468,7 +374,10 @@ async def test_a_tool_that_fails_is_asked_again_and_then_told(spoken: Spoken) ->
     once = await spoken.answers.to(spoken.after(*spoken.ids(text), spoken.end_id))
     assert segments(once)[2] == spoken.following("at last")
     text = spoken.call("fail", '{"times": 9}')
-    with pytest.raises(ConfigError, match=r"turn 1: failed with OSError\('no paper'\), the last of 3 attempts"):
+    line = Spelling.fail.__code__.co_firstlineno + 8
+    with pytest.raises(
+        ConfigError, match=rf"failed with OSError\('no paper'\) at line {line} of {__name__}, the last"
+    ):
         await spoken.answers.to(spoken.after(*spoken.ids(text), spoken.end_id))
 
 

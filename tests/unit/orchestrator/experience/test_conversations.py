@@ -18,6 +18,7 @@ from orchestrator.experience.requests import SampleRequest
 from orchestrator.loop.step_metrics import calls, turns
 from quartet.columns import Columns
 from quartet.config.base import ConfigError
+from quartet.wire.errors import Internal
 from services.rollout.sample import FinishReason, Sample
 from tests.models import EOS, make_tokenizer
 from tests.unit.fakes import Fakes, make_config, make_prompts, make_requests
@@ -79,20 +80,20 @@ async def test_a_conversation_is_sampled_answered_and_sampled_again(policy_folde
 async def test_each_turn_goes_on_from_the_exact_tokens_with_a_seed_of_its_own(policy_folder: Path) -> None:
     stage = Stage(policy_folder, UntilThree())
     await stage.collect(3, newest=5)
-    first, second, third = stage.fakes.rollout.calls
+    first, *others = stage.fakes.rollout.calls
     assert [prompt.tolist() for prompt in first["prompts"]] == [[10], [11], [12]]
-    whole = [[10, EOS, 21], [12, EOS, 21]]
-    assert sorted(prompt.tolist() for prompt in second["prompts"]) == whole
-    assert sorted(prompt.tolist()[:3] for prompt in third["prompts"]) == whole
+    asked = sorted(prompt.tolist() for call in others for prompt in call["prompts"])
+    assert [prompt[:3] for prompt in asked] == [[10, EOS, 21]] * 2 + [[12, EOS, 21]] * 2
+    assert [len(prompt) for prompt in asked] == [3, 7] * 2
     assert first["seeds"] == [100, 101, 102]
-    seeds = [seed for call in (first, second, third) for seed in call["seeds"]]
+    seeds = [seed for call in (first, *others) for seed in call["seeds"]]
     assert len({*seeds}) == len(seeds) == 7
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     # The bounds of the versions hold for every turn.
-    assert {call["versions"] for call in (first, second, third)} == {(3, 5)}
+    assert {call["versions"] for call in (first, *others)} == {(3, 5)}
     again = Stage(policy_folder, UntilThree())
     await again.collect(3)
-    assert sorted(again.fakes.rollout.calls[1]["seeds"]) == sorted(second["seeds"])
+    assert sorted(seed for call in again.fakes.rollout.calls for seed in call["seeds"]) == sorted(seeds)
 
 
 async def test_without_seeds_no_turn_has_one(policy_folder: Path) -> None:
@@ -206,16 +207,13 @@ def test_a_prompt_alone_is_not_copied() -> None:
 
 
 async def test_a_sample_that_is_lost_on_its_way_is_told(policy_folder: Path) -> None:
-    class Leaving(UntilThree):
-        async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
-            if turn.row == 1 and (task := asyncio.current_task()) is not None:
-                task.cancel()
-                await asyncio.sleep(0)
-            return super().answer(turn)
+    def put(finished: Finished) -> None:
+        if 1 in finished.columns["number"]:
+            raise asyncio.CancelledError
 
-    with pytest.raises(ExceptionGroup) as caught:
-        await Stage(policy_folder, Leaving()).collect(3)
-    assert [str(error) for error in caught.value.exceptions] == ["1 of 3 samples were lost on their way"]
+    bounds: dict[str, Any] = {"version": 3, "critic_step": 0, "put": put, "on_repeat": print}
+    with pytest.raises(Internal, match="1 of 3 samples were lost on their way"):
+        await Stage(policy_folder, UntilThree()).collector.finish(make_requests(3), **bounds)
 
 
 async def test_turns_and_calls_are_measured_by_conversation(policy_folder: Path) -> None:
