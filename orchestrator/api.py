@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from orchestrator.deployment import cluster
 from orchestrator.deployment.file import Deployment
 from orchestrator.monitoring.metrics import read_metrics
+from quartet import tasks
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import leaves
 
@@ -203,7 +204,7 @@ class Training:
     def _run(self) -> None:
         end: BaseException | None = None
         try:
-            asyncio.run(self._trained())
+            tasks.run(self._trained())
         except asyncio.CancelledError:
             pass  # by close
         except BaseException as error:
@@ -270,7 +271,7 @@ def _awaited(begin: Callable[[], Awaitable[Result]]) -> Result:
     async def run() -> Result:
         return await begin()
 
-    return _alone(lambda: asyncio.run(run()))
+    return _alone(lambda: tasks.run(run()))
 
 
 def _alone(work: Callable[[], Result]) -> Result:

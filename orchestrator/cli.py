@@ -22,6 +22,7 @@ try:
 
     from orchestrator.monitoring.terminal import printable
     from orchestrator.supervised.registry import TRAININGS
+    from quartet import tasks
     from quartet.config.base import IDLE_THREADS_SLEEP, ConfigError
     from quartet.threads import ending_quietly
     from quartet.wire.errors import NotFound, ServiceError, Unavailable, leaves
@@ -194,7 +195,7 @@ def train(
 
     progress = make_progress(sys.stderr)
     with _interruptible(lambda: how_to_resume(deployment)):
-        folder = asyncio.run(
+        folder = tasks.run(
             run.train(
                 deployment,
                 progress,
@@ -330,7 +331,7 @@ def evaluate(
         # Imported here for the same reason as in `check`.
         from orchestrator.commands.evaluate import CURRENT, evaluate_model
 
-        evaluation = asyncio.run(evaluate_model(deployment, model or CURRENT, split, output, note=_say))
+        evaluation = tasks.run(evaluate_model(deployment, model or CURRENT, split, output, note=_say))
         Console().print(evaluation.table())
         return
     if hub is None:

@@ -1,6 +1,8 @@
 """A function of the user's, an environment's answer or an agent: called in time, again where it fails, and named."""
 
 import asyncio
+import functools
+import logging
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,9 +13,11 @@ from orchestrator.environments.agent import Task
 from orchestrator.environments.config import PAUSE_S
 from orchestrator.environments.contract import Turn
 from quartet.config.base import ConfigError
+from quartet.tasks import ended
 from quartet.threads import in_thread
 
 Result = TypeVar("Result")
+log = logging.getLogger("quartet")
 
 _SAID = 500
 """Most characters of an error that are repeated."""
@@ -77,8 +81,8 @@ class UserFunction:
         finally:
             if not call.done():
                 late = f"took longer than {self.seconds:g} s"
-                call.cancel()
-                await asyncio.wait([call])
+                if await ended([call]):
+                    log.warning("%s: goes on though it is cancelled, and is left behind", self._name(given))
         try:
             result = call.result()
         except (Exception, asyncio.CancelledError) as error:  # the user's own code, which may raise anything
@@ -92,14 +96,17 @@ class UserFunction:
             if self.on_loop:
                 returned = self.function(given)
             else:
-                name = f"{self.section}, sample {given.sample}"
-                returned, error = await in_thread(lambda: _outcome(self.function, given), name)
+                call = functools.partial(_outcome, self.function, given)
+                returned, error = await in_thread(call, self._name(given), interrupt=True)
                 if error is not None:
                     raise error
             # A plain function may give one too, such as a coroutine function that is wrapped in another.
             return self.result(await returned if isawaitable(returned) else returned)
         except SystemExit as error:  # which would end the run as if it were the run's own
             raise RuntimeError(repr(error)).with_traceback(error.__traceback__) from None
+
+    def _name(self, given: Task | Turn) -> str:
+        return f"{self.section}, sample {given.sample}"
 
     def _line(self, error: BaseException) -> str:
         """The line of the function's module that led to an error; empty if it is not known."""

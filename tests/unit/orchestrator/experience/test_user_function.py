@@ -1,8 +1,10 @@
 """Functions of the user's: in their thread or on the loop, in time, and again where they fail."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from orchestrator.environments.agent import Task
 from orchestrator.experience import user_function as module
 from orchestrator.experience.user_function import Failed, UserFunction
+from quartet import tasks
 from quartet.config.base import ConfigError
 
 TASK = Task("http://x/v1", "key", "m", sample=5, row=2, prompt="w1", label="", columns={}, seed=None)
@@ -191,3 +194,84 @@ async def test_the_end_of_the_run_is_not_taken_for_a_failure() -> None:
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert len(tried) == 1
+
+
+class Stubborn:
+    """A coroutine function that goes on when it is cancelled, until it is `over`."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = asyncio.Event(), asyncio.Event()
+
+    async def solve(self, task: Task) -> None:
+        self.begun.set()
+        while not self.over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.over.wait()
+
+
+@pytest.fixture
+async def stubborn(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stubborn]:
+    monkeypatch.setattr(tasks, "CLEAN_UP_S", 0.05)
+    held = Stubborn()
+    yield held
+    held.over.set()
+
+
+async def test_one_that_goes_on_when_it_is_late_is_left_behind(
+    stubborn: Stubborn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module.log, "warning", lambda text, *given: said.append(text % given))
+    async with asyncio.timeout(60):
+        with pytest.raises(ConfigError, match=r"took longer than 0\.05 s, the last of 2 attempts"):
+            await carried_out(made(stubborn.solve, seconds=0.05, attempts=2), [])
+    assert said == ["agent, sample 5: goes on though it is cancelled, and is left behind"] * 2
+
+
+async def test_one_that_goes_on_when_the_run_ends_is_left_behind(stubborn: Stubborn) -> None:
+    asked = asyncio.ensure_future(carried_out(made(stubborn.solve), []))
+    await stubborn.begun.wait()
+    asked.cancel()
+    done, _ = await asyncio.wait([asked], timeout=60)
+    assert done == {asked}
+    assert asked.cancelled()
+
+
+async def test_one_that_cleans_up_when_it_is_late_is_waited_for() -> None:
+    cleaned: list[Task] = []
+
+    async def solve(task: Task) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned.append(task)
+
+    with pytest.raises(Failed, match="took longer"):
+        await made(solve, seconds=0.05)(TASK)
+    assert cleaned == [TASK]
+
+
+async def test_one_that_returns_when_it_is_cancelled_is_late() -> None:
+    async def solve(task: Task) -> str:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "half done"
+
+    with pytest.raises(Failed, match=r"^took longer than 0\.05 s$"):
+        await made(solve, seconds=0.05)(TASK)
+
+
+async def test_a_plain_one_that_is_late_is_interrupted() -> None:
+    ended = threading.Event()
+
+    def solve(task: Task) -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    with pytest.raises(Failed, match="took longer"):
+        await made(solve, seconds=0.05)(TASK)
+    assert await asyncio.to_thread(ended.wait, 60)
