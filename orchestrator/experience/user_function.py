@@ -83,6 +83,8 @@ class UserFunction:
                 late = f"took longer than {self.seconds:g} s"
                 if await ended([call]):
                     log.warning("%s: goes on though it is cancelled, and is left behind", self._name(given))
+                elif not call.cancelled():
+                    call.exception()  # or asyncio complains that nothing has asked for it
         try:
             result = call.result()
         except (Exception, asyncio.CancelledError) as error:  # the user's own code, which may raise anything

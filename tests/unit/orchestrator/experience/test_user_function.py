@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -180,12 +181,19 @@ async def test_what_its_own_awaits_cancel_is_a_failure() -> None:
         await made(waits)(TASK)
 
 
-async def test_the_end_of_the_run_is_not_taken_for_a_failure() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_end_of_the_run_is_not_taken_for_a_failure(fails: bool) -> None:
     tried: list[Task] = []
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
 
     async def waits(task: Task) -> None:
         tried.append(task)
-        await asyncio.sleep(600)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            if fails:
+                raise LookupError("the sandbox is gone")
 
     asked = asyncio.ensure_future(carried_out(made(waits), []))
     while not tried:
@@ -193,7 +201,10 @@ async def test_the_end_of_the_run_is_not_taken_for_a_failure() -> None:
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    assert len(tried) == 1
+    del asked
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert (len(tried), complaints) == (1, [])
 
 
 class Stubborn:
