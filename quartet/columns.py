@@ -10,6 +10,11 @@ only by the model. Three trajectories, of which upper-case tokens were sampled a
 
 Index t of a trajectory's log-probs, values or advantages is its sampled token t: response token t, where a prompt has
 one response.
+
+A trajectory may be several sequences, such as those of an agent that shortened its history: a token attends to those
+before it in its own sequence alone, while rewards, advantages and denominators are the whole trajectory's.
+
+    ids        q q A A h B B   begins   . . . . T . .   two sequences: q q A A and h B B
 """
 
 import hashlib
@@ -34,6 +39,8 @@ DTYPES = ("bool", "float32", "int32", "int64")
 """Types of numbers that a column may have."""
 STRUCTURE = ("ids", "lengths", "sampled")
 """Names of the arrays that every Columns has."""
+BEGINS = "begins"
+"""Name of the array that one with trajectories of several sequences has besides."""
 _LONGEST_HEADER = 1 << 16
 _ALIGNED = 8
 
@@ -66,6 +73,9 @@ class Columns:
     never begins with one, since nothing would come before it."""
     columns: Mapping[str, tuple[Kind, Array]]
     """The other columns by name: kind and numbers."""
+    begins: NDArray[np.bool_] | None = None
+    """[N] True at the first token, a given one, of each further sequence of a trajectory; None where each is one
+    sequence. Of several sequences each has a sampled token."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the arrays do not fit each other; the message names the column."""
@@ -82,11 +92,30 @@ class Columns:
             raise ValueError(
                 f"sampled: trajectory {int(np.argmax(first))} begins with a sampled token; a given one must be first"
             )
+        if self.begins is not None:
+            self._check_sequences(self.begins)
         self._check_columns(self.columns)
+
+    def _check_sequences(self, begins: NDArray[np.bool_]) -> None:
+        _check_array(BEGINS, begins, "bool")
+        if len(begins) != self.tokens:
+            raise ValueError(
+                f"{BEGINS}: {len(begins)} for {self.tokens} tokens (lengths); there must be one per token"
+            )
+        if (wrong := begins & self.sampled).any():
+            raise ValueError(f"{BEGINS}[{int(np.argmax(wrong))}]: a sampled token; a given one must be first")
+        if begins[self.starts].any():
+            raise ValueError(f"{BEGINS}: marks the first token of a trajectory; should mark further sequences alone")
+        several = np.repeat(np.add.reduceat(begins, self.starts, dtype=np.int64) > 0, self.lengths)
+        firsts = np.flatnonzero(begins | self._first)
+        idle = np.add.reduceat(self.sampled, firsts, dtype=np.int64) == 0
+        if (idle & several[firsts]).any():
+            at = int(firsts[np.argmax(idle & several[firsts])])
+            raise ValueError(f"{BEGINS}: the sequence from token {at} on has no sampled token; should have one")
 
     def _check_columns(self, columns: Mapping[str, tuple[Kind, Array]]) -> None:
         for name, (kind, values) in columns.items():
-            if name in STRUCTURE:
+            if name in (*STRUCTURE, BEGINS):
                 raise ValueError(f"{name}: is a column of every trajectory, and cannot be another")
             if (dtype := _name(values)) not in DTYPES:
                 raise ValueError(f"{name}: is {values.dtype}; must be one of {', '.join(DTYPES)}")
@@ -95,9 +124,9 @@ class Columns:
                 raise ValueError(f"{name}: {len(values)} values for {most}; there must be one per {_EACH[kind]}")
 
     @classmethod
-    def of(cls, ids: Array, lengths: Array, sampled: Array) -> Self:
+    def of(cls, ids: Array, lengths: Array, sampled: Array, begins: Array | None = None) -> Self:
         """Trajectories without further columns."""
-        return cls(ids, lengths, sampled, {})
+        return cls(ids, lengths, sampled, {}, _some(begins))
 
     @classmethod
     def of_pairs(cls, prompts: Sequence[Array], responses: Sequence[Array]) -> Self:
@@ -110,7 +139,7 @@ class Columns:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without what was computed from the arrays, for another process."""
-        return type(self), (self.ids, self.lengths, self.sampled, dict(self.columns))
+        return type(self), (self.ids, self.lengths, self.sampled, dict(self.columns), self.begins)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -141,6 +170,20 @@ class Columns:
     def starts(self) -> NDArray[np.int64]:
         """[B] index of each trajectory's first token in `ids`."""
         return _starts(self.lengths)
+
+    @property
+    def _first(self) -> NDArray[np.bool_]:
+        """[N] True at each trajectory's first token."""
+        first = np.zeros(self.tokens, np.bool_)
+        first[self.starts] = True
+        return first
+
+    @cached_property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """[S] tokens of each sequence, S = B where each trajectory is one."""
+        if self.begins is None:
+            return self.lengths
+        return np.diff(np.flatnonzero(self.begins | self._first), append=self.tokens).astype(np.int32)
 
     @cached_property
     def sampled_at(self) -> NDArray[np.int64]:
@@ -207,11 +250,34 @@ class Columns:
         first[ends[ends < len(mask)]] = True
         return np.split(at - np.maximum.accumulate(np.where(first, at, 0)), ends[:-1])
 
+    @cached_property
+    def sequence_starts(self) -> list[Array] | None:
+        """For each trajectory the indices in its `responses` [T] at which further sequences begin; None where each
+        is one sequence."""
+        if self.begins is None:
+            return None
+        return [np.flatnonzero(row) for row in np.split(self.begins[self.answered], self.responses.ends[:-1])]
+
+    def last_sequences(self) -> "Columns":
+        """The last sequence of each trajectory as a trajectory of its own, with the columns of one number per
+        trajectory."""
+        if self.begins is None:
+            return self
+        firsts = np.flatnonzero(self.begins | self._first)
+        last = firsts[np.searchsorted(firsts, self.starts + self.lengths) - 1]
+        lengths = self.starts + self.lengths - last
+        at = np.repeat(last - _starts(lengths), lengths) + np.arange(int(lengths.sum()))
+        rows = {name: column for name, column in self.columns.items() if column[0] == "row"}
+        return Columns(self.ids[at], lengths.astype(np.int32), self.sampled[at], rows)
+
     def segments(self, row: int) -> list[Array]:
         """The ids of each segment of a trajectory after its prompt, as views: sampled, given, sampled."""
         start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
         response = slice(start + int(self.prompt_lengths[row]), end)
-        return np.split(self.ids[response], np.flatnonzero(np.diff(self.sampled[response])) + 1)
+        changes = np.diff(self.sampled[response], prepend=True)
+        # The first token was sampled, and begins nothing.
+        changes = changes if self.begins is None else changes | self.begins[response]
+        return np.split(self.ids[response], np.flatnonzero(changes))
 
     def on_responses(self, values: Array) -> Array:
         """[sum of T] a number for each token of `responses`, from one for each sampled token; zeros at given ones."""
@@ -269,7 +335,8 @@ class Columns:
         for kind, lengths in (("row", None), ("token", self.lengths), ("sampled", self.counts)):
             at[cast(Kind, kind)] = _places(chosen, lengths, consecutive)
         columns = {name: (kind, values[at[kind]]) for name, (kind, values) in self.columns.items()}
-        return Columns(self.ids[at["token"]], self.lengths[at["row"]], self.sampled[at["token"]], columns)
+        begins = None if self.begins is None else _some(self.begins[at["token"]])
+        return Columns(self.ids[at["token"]], self.lengths[at["row"]], self.sampled[at["token"]], columns, begins)
 
     def rows(self, name: str) -> list[Array]:
         """A column of tokens or sampled tokens as B views, one for each trajectory."""
@@ -319,12 +386,16 @@ class Columns:
         columns = {
             name: (kind, np.concatenate([part[name] for part in parts])) for name, (kind, _) in first.columns.items()
         }
-        return Columns(ids, lengths, sampled, columns)
+        if all(part.begins is None for part in parts):
+            return Columns(ids, lengths, sampled, columns)
+        begins = [np.zeros(part.tokens, np.bool_) if part.begins is None else part.begins for part in parts]
+        return Columns(ids, lengths, sampled, columns, np.concatenate(begins))
 
     def _arrays(self) -> list[tuple[str, Kind, Array]]:
         """All arrays in the order in which they are packed."""
         named: list[tuple[str, Kind, Array]] = [("ids", "token", self.ids), ("lengths", "row", self.lengths)]
         named += [("sampled", "token", self.sampled)]
+        named += [] if self.begins is None else [(BEGINS, "token", self.begins)]
         named += [(name, kind, values) for name, (kind, values) in self.columns.items()]
         return sorted(named, key=lambda each: _place((each[0], each[1], _name(each[2]))))
 
@@ -372,10 +443,11 @@ class Columns:
             values, at = _array(data, at, header.sizes[kind], dtype, f"{field}.{name}")
             found[name] = (kind, values)
         (_, ids), (_, lengths), (_, sampled) = (found.pop(name) for name in STRUCTURE)
+        _, begins = found.pop(BEGINS, (None, None))
         if (marked := int(np.count_nonzero(sampled))) != header.sizes["sampled"]:
             raise InvalidArgument(f"{field}.sampled: marks {marked} tokens, not {header.sizes['sampled']}")
         try:
-            return cls(ids, lengths, sampled, found)
+            return cls(ids, lengths, sampled, found, _some(begins))
         except ValueError as error:
             raise InvalidArgument(f"{field}.{error}") from None
 
@@ -390,12 +462,20 @@ class Columns:
 
     @classmethod
     def received(
-        cls, data: bytes, schema: Schema, *, vocab_size: int, max_length: int, field: str = "trajectories"
+        cls,
+        data: bytes,
+        schema: Schema,
+        *,
+        vocab_size: int,
+        max_length: int,
+        packing: bool = True,
+        field: str = "trajectories",
     ) -> "Columns":
         """Reads what a caller sent for a model: at least one trajectory, each with a sampled token.
 
         Raises:
-            InvalidArgument: as `unpack` and `check_model` do, or if something to be computed is missing.
+            InvalidArgument: as `unpack` and `check_model` do, or if something to be computed is missing; or if one
+                has several sequences, and the model does not take them packed.
         """
         columns = cls.unpack(data, schema, field)
         if not len(columns):
@@ -405,20 +485,27 @@ class Columns:
             raise InvalidArgument(
                 f"{field}.sampled: trajectory {int(np.argmin(columns.counts))} has no sampled token"
             )
+        if columns.begins is not None and not packing:
+            raise InvalidArgument(
+                f"{field}.{BEGINS}: trajectories of several sequences need `packing: true` where the model is "
+                "deployed, which keeps them apart"
+            )
         return columns
 
     def check_model(self, *, vocab_size: int, max_length: int, field: str = "columns") -> None:
-        """Raises InvalidArgument, which names the place, unless every id is of the vocabulary and no trajectory has
+        """Raises InvalidArgument, which names the place, unless every id is of the vocabulary and no sequence has
         more than `max_length` tokens."""
         if len(self.ids) and (int(self.ids.min()) < 0 or int(self.ids.max()) >= vocab_size):
             at = int(np.argmax((self.ids < 0) | (self.ids >= vocab_size)))
             raise InvalidArgument(
                 f"{field}.ids[{at}]: {self.ids[at]} is outside the vocabulary (0 to {vocab_size - 1})"
             )
-        if len(self) and int(self.lengths.max()) > max_length:
-            row = int(np.argmax(self.lengths))
+        lengths = self.sequence_lengths
+        if len(self) and int(lengths.max()) > max_length:
+            at = int(np.argmax(lengths))
+            place = f"lengths[{at}]" if self.begins is None else f"{BEGINS}: sequence {at}"
             raise InvalidArgument(
-                f"{field}.lengths[{row}]: {self.lengths[row]} tokens exceed the model's max_length of {max_length}"
+                f"{field}.{place}: {lengths[at]} tokens exceed the model's max_length of {max_length}"
             )
 
 
@@ -438,6 +525,11 @@ def _check_array(name: str, values: Array, dtype: str) -> None:
         raise ValueError(
             f"{name}: {values.dtype} of shape {list(values.shape)}; must be {dtype}, one after the other"
         )
+
+
+def _some(begins: Array | None) -> Array | None:
+    """The beginnings of further sequences; None if there are none: equal trajectories have equal arrays."""
+    return begins if begins is not None and begins.any() else None
 
 
 def _starts(lengths: Array) -> NDArray[np.int64]:
@@ -511,6 +603,8 @@ class _Header:
             raise InvalidArgument(
                 f"{field}: its header names {names[:20]}; {', '.join(STRUCTURE)} must be among them"
             )
+        if BEGINS in names and (BEGINS, "token", "bool") not in named:
+            raise InvalidArgument(f"{field}.{BEGINS}: must be bool per token")
         header = _header((rows, tokens, sampled), sorted(named, key=_place))
         if data[: len(header)] != header:
             raise InvalidArgument(f"{field}: its header is not as it is packed")
@@ -522,7 +616,7 @@ class _Header:
 
     def check(self, schema: Schema, field: str) -> None:
         """InvalidArgument, which names the column, unless the arrays are those of the schema."""
-        there = {name: (kind, dtype) for name, kind, dtype in self.named if name not in STRUCTURE}
+        there = {name: (kind, dtype) for name, kind, dtype in self.named if name not in (*STRUCTURE, BEGINS)}
         for name in sorted(there.keys() - schema.keys()):
             raise InvalidArgument(f"{field}.{name}: not expected; may be {', '.join(sorted(schema)) or 'none'}")
         for name, its in schema.items():

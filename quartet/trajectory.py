@@ -4,10 +4,16 @@ A prompt and its response are two segments. Where an environment answers, its to
 them a fourth:
 
     Trajectory(number=17, group=16, row=3, segments=(given(prompt), sampled, given(answer), sampled))
+
+An agent may have shortened its history, or asked two things side by side. Its trajectory is then several sequences,
+of which the second begins with a prompt of its own:
+
+    (given(prompt), sampled, given(summary, begins=True), sampled)
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -30,6 +36,8 @@ class Segment:
     """Log-probs of the sampling policy, [T]; None for tokens that were given."""
     spans: VersionSpans = ()
     """Versions that sampled it; none of given tokens."""
+    begins: bool = False
+    """True if it begins a further sequence, whose tokens see nothing of what is before it."""
 
     @property
     def sampled(self) -> bool:
@@ -56,12 +64,19 @@ class Trajectory:
     row: int
     """Row of its prompt in the data set."""
     segments: Sequence[Segment]
-    """Segments in their order, the first of them given."""
+    """Segments in their order, the first of them given, and so the first of each sequence."""
 
     @property
     def member(self) -> int:
         """Place in its group, from 0."""
         return self.number - self.group
+
+
+def as_one(sequences: Sequence[Trajectory]) -> Sequence[Segment]:
+    """The segments of several sequences as those of one trajectory."""
+    first, *further = sequences
+    begun = [(replace(each.segments[0], begins=True), *each.segments[1:]) for each in further]
+    return [*first.segments, *chain.from_iterable(begun)]
 
 
 def columns_of(trajectories: Sequence[Trajectory]) -> Columns:
@@ -70,10 +85,14 @@ def columns_of(trajectories: Sequence[Trajectory]) -> Columns:
     segments = [segment for each in trajectories for segment in each.segments]
     sampled = [segment for segment in segments if segment.logprobs is not None]
     lengths = [sum(len(segment.ids) for segment in each.segments) for each in trajectories]
+    sizes = [len(segment.ids) for segment in segments]
+    begins = np.zeros(sum(sizes), np.bool_)
+    begins[[at - size for at, size, s in zip(accumulate(sizes), sizes, segments, strict=True) if s.begins]] = True
     columns = Columns.of(
         _joined((segment.ids for segment in segments), np.int32),
         np.asarray(lengths, np.int32),
-        np.repeat([segment.sampled for segment in segments] or [False], [len(s.ids) for s in segments] or [0]),
+        np.repeat([segment.sampled for segment in segments] or [False], sizes or [0]),
+        begins,
     )
     return columns.with_rows(
         number=np.asarray([each.number for each in trajectories], np.int64),

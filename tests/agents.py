@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from examples.agent import solve
+from examples.agent import MODEL, WRONG, solve
 from orchestrator.environments.agent import Task
 from tests.environments import HELD, HOLD
 
@@ -31,3 +31,22 @@ async def failing(task: Task) -> int:
             file.write(f"{task.sample}\n")
         raise ConnectionError("a sandbox was lost")
     return tries
+
+
+async def rewriting(task: Task) -> int:
+    """Asks for the prompt's label; then, for an answer without it, twice in a history of its own that begins with the
+    question before; and goes on with the first history in the end."""
+    model = MODEL.with_options(base_url=task.base_url, api_key=task.api_key)
+
+    async def ask(*texts: str) -> str:
+        said = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+        answer = await model.chat.completions.create(model=task.model, messages=said)  # type: ignore[arg-type]
+        return answer.choices[0].message.content or ""
+
+    first = await ask(task.prompt)
+    if task.label in first.split():
+        return 1
+    again, other = await asyncio.gather(ask(f"w9 {task.prompt}"), ask(f"w10 {task.prompt}"))
+    await ask(f"w9 {task.prompt}", again, other or "w11")
+    await ask(task.prompt, first, WRONG)
+    return 2

@@ -82,9 +82,9 @@ def train_critic(trainer: Any, batch: CriticBatch, **schedule: int) -> dict[str,
     return metrics
 
 
-def logprob_rows(trainer: Any, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
-    """The log-probs of a PolicyTrainer, [T] for each response."""
-    return trajectories.cut(trainer.logprobs(trajectories.of(prompts, responses)), responses)
+def logprob_rows(model: Any, prompts: Sequence[Ints], responses: Sequence[Ints], *asked: Any) -> list[Floats]:
+    """The log-probs of a PolicyTrainer or a FrozenModel, [T] for each response."""
+    return trajectories.cut(model.logprobs(trajectories.of(prompts, responses), *asked), responses)
 
 
 def value_rows(trainer: Any, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:

@@ -15,6 +15,7 @@ from ray import serve
 from benchmarks.emulated.pace import CHECKSUM, PROMPT, RESPONSE, VOCABULARY, Pace
 from protos import reward_pb2
 from quartet.columns import Columns
+from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.place import Place
@@ -23,7 +24,7 @@ from services.critic.config import CriticConfig
 from services.critic.replica import Critic
 from services.critic.trainer import CriticTrainer
 from services.reference.config import ReferenceConfig
-from services.reference.model import Frozen, Question
+from services.reference.model import Frozen
 from services.reference.replica import Reference
 from services.reward.config import Hosted
 from services.reward.kinds import FunctionScorerConfig
@@ -177,10 +178,10 @@ class EmulatedModel:
     def __init__(self, sleep: Sleep) -> None:
         self._sleep = sleep
 
-    def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
-        """Log-probs of each response, [T] for each question."""
-        time.sleep(self._sleep.seconds("reference", len(questions)))
-        return [np.full(len(question.response_ids), -1.5, np.float32) for question in questions]
+    def logprobs(self, trajectories: Columns, distribution: Distribution) -> Floats:
+        """Log-probs of the sampled tokens, [M]."""
+        time.sleep(self._sleep.seconds("reference", len(trajectories)))
+        return np.full(trajectories.size("sampled"), -1.5, np.float32)
 
     def check(self) -> None:
         """Finds nothing wrong."""

@@ -86,10 +86,10 @@ def _communicator(config: LearnerConfig) -> int:
     return COMMUNICATOR if config.ranks > 1 else COMMUNICATOR_OF_ONE
 
 
-def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool) -> int:
-    """Memory of a reference or reward model."""
+def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool, longest: int = 0) -> int:
+    """Memory of a reference or reward model; a pass holds one trajectory of `longest` tokens at least."""
     shape = shape if logits else shape.body
-    width, tokens = BYTES[config.dtype], config.batch_tokens
+    width, tokens = BYTES[config.dtype], max(config.batch_tokens, longest)
     head = tile_bytes(shape, tokens, width) if logits else 0
     return shape.parameters * width + max(shape.layer(tokens, width), head) + CONTEXT
 
@@ -110,7 +110,7 @@ def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int, bucket: int 
 
 def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], ModelSize]) -> list[Footprint]:
     """All processes of a deploy file on GPUs of `gpu` bytes. `shape_at` returns the sizes of a folder's model."""
-    weights = deployment.orchestrator.weights
+    weights, longest = deployment.orchestrator.weights, deployment.orchestrator.longest_trajectory
     parts = []
     bucket = bucket_bytes(shape_at(deployment.orchestrator.policy.model), deployment.orchestrator)
     for placed in deployment.placed():
@@ -120,14 +120,16 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
         # A frozen model with several GPUs has its layers divided among them.
         whole = isinstance(section, RolloutConfig)
         workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
-        size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket)
+        size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket, longest)
         if isinstance(section, RolloutConfig) and weights.stage == "gpu":
             size += copy_bytes(section, shape_at)  # of weights received and not committed
         one = Footprint(placed.name, share / workers, size, *released(section, shape_at))
         parts += [one] * workers * replicas(placed.entry)
-    for name, config in deployment.learners().items():
-        if config.num_gpus:
+    for name, given in deployment.learners().items():
+        if given.num_gpus:
             policy = name == POLICY
+            # A trajectory is never divided: a pass holds one at least.
+            config = given.model_copy(update={"micro_batch_tokens": max(given.micro_batch_tokens, longest)})
             size = rank_bytes(config, shape_at(config.model), logits=policy, bucket=bucket if policy else 0)
             if policy and (weights.backend == "cuda-ipc" or weights.stage == "gpu"):
                 size += copy_bytes(config, shape_at) // weights.senders  # of the weights that are sent
@@ -173,12 +175,15 @@ def released(section: Config, shape_at: Callable[[str], ModelSize], bucket: int 
     return 0, ""
 
 
-def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], ModelSize], bucket: int = 0) -> int:
-    """Memory of one process of a service that trains no model."""
+def service_bytes(
+    section: Config, gpu: int, shape_at: Callable[[str], ModelSize], bucket: int = 0, longest: int = 0
+) -> int:
+    """Memory of one process of a service that trains no model, with trajectories of `longest` tokens."""
     if isinstance(section, RolloutConfig):
         return engine_bytes(section, shape_at(section.model), gpu, bucket)
     logits = isinstance(section, ReferenceConfig)
-    return sum(frozen_bytes(shape_at(model.model), model, logits=logits) for model in frozen_models(section))
+    models = frozen_models(section)
+    return sum(frozen_bytes(shape_at(each.model), each, logits=logits, longest=longest) for each in models)
 
 
 def frozen_models(section: Config) -> Sequence[FrozenConfig]:

@@ -56,6 +56,10 @@ class AgentConfig(Config):
     at_once: Annotated[int, Field(ge=1, le=1024)] = 256
     """Most conversations that go on at a time; others wait. 1024 at most, as an owner may hold 2048 sessions, among
     them those of a run that was killed. A plain function has each in a thread of its own."""
+    sequences: Annotated[int, Field(ge=1, le=64)] = 1
+    """Most sequences of a conversation. A request that does not go on from all tokens of an earlier one and its
+    response begins another: an agent that shortens its history, or asks several things side by side, has several.
+    `max_tokens` bounds each of them. More than 1 needs `packing: true` of policy, critic and reference."""
     attempts: Count = 3
     """Times that a conversation is begun, if the agent fails or is late, before the run ends."""
 
@@ -74,6 +78,8 @@ class AgentConfig(Config):
         return self.attempts * (turns * self.conversation_s + self.attempts * PAUSE_S)
 
 
+KEPT_APART = "set it to true, which keeps the sequences of a trajectory apart, or agent.sequences to 1"
+"""Remedy for `packing: false` where an agent may have several sequences."""
 PARTS = 7
 """Responses of the usual length that a conversation with an agent has room for, if nothing else is said: four, and
 three answers of the agent's as long."""

@@ -55,18 +55,20 @@ async def evaluate_samples(
     collected: Collected, tokenizer: Any, judges: Mapping[str, Judge], judge_s: float
 ) -> list[EvaluatedSample]:
     """The samples as text, with every judge's verdict, for which each judge has `judge_s`. Judges get prompts decoded
-    from their tokens, without special ones, as reward functions do. ConfigError as `verdicts` raises it."""
+    from their tokens, without special ones, and of several sequences the last one, as reward functions do.
+    ConfigError as `verdicts` raises it."""
     columns, prompts = collected.columns, collected.prompts
+    last = columns.last_sequences()
 
     def decoded(rows: Sequence[Ints]) -> list[str]:
         texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True)
         return texts
 
-    asked, responses = decoded(list(columns.prompts)), decoded(list(columns.responses))
+    asked, responses = decoded(list(last.prompts)), decoded(list(last.responses))
     pairs = [
         Pair(prompt=text, response=response, label=prompt.label, ended=not truncated, texts=texts)
         for prompt, text, response, truncated, texts in zip(
-            prompts, asked, responses, columns["truncated"].tolist(), _parts(columns, tokenizer), strict=True
+            prompts, asked, responses, columns["truncated"].tolist(), _parts(last, tokenizer), strict=True
         )
     ]
     judged = await verdicts(judges, pairs, judge_s)

@@ -12,6 +12,7 @@ from orchestrator.experience.conversation import Conversation
 from orchestrator.experience.requests import SampleRequest
 from orchestrator.experience.user_function import Failed as _Failed
 from orchestrator.experience.user_function import UserFunction
+from quartet.trajectory import as_one
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidReply, NotFound
 from quartet.wire.json_bounds import check_bounds
@@ -108,7 +109,7 @@ class Agents:
         # An agent may fail where another response would not fit: that is the end of its conversation.
         if failure and not told["full"]:
             raise failure
-        return _read(told, request, result)
+        return _read(told, request, result, self._config.sequences)
 
     def _terms(self, version: int | None, newest: int | None) -> dict[str, Any]:
         """Terms that are not those of one session alone."""
@@ -147,11 +148,11 @@ def _as_json(result: Any) -> Any:
     return json.loads(text)
 
 
-def _read(told: dict[str, Any], request: SampleRequest, result: Any) -> Conversation:
+def _read(told: dict[str, Any], request: SampleRequest, result: Any, most: int) -> Conversation:
     """The conversation that a session holds.
 
     Raises:
-        _Failed: it has no response, or its history was changed in between.
+        _Failed: it has no response, or is more than so many sequences.
         InvalidReply: the session is not as it should be.
     """
     try:
@@ -163,17 +164,18 @@ def _read(told: dict[str, Any], request: SampleRequest, result: Any) -> Conversa
     if not found or not ends:
         full = "sent a first request that leaves no room for a response (data.max_prompt_length + agent.max_tokens)"
         raise _Failed(full if told["full"] else "asked the model for nothing")
-    for segment in found[0].segments:
+    segments = as_one(found)
+    for segment in segments:
         if (logprobs := segment.logprobs) is not None:
             check_row(f"/rl/trajectory: prompt row {request.prompt.row}: logprobs", logprobs, len(segment.ids))
-    if len(found) > 1:
+    if len(found) > most:
         raise _Failed(
-            f"changed the history of its messages ({len(found) - 1} times): each request should have all messages "
-            "and answers before it, as they were"
+            f"had {len(found)} sequences, and {most} is the most (agent.sequences): a request goes on with one that "
+            "is there if it has all messages and answers before it, as they were"
         )
     return Conversation(
         request,
-        tuple(found[0].segments),
+        tuple(segments),
         turn=len(ends),
         truncated=bool(told["full"]) or ends[-1] is FinishReason.LENGTH,
         result=result,

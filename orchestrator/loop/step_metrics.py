@@ -85,8 +85,10 @@ def staleness(version: int, collected: Collected) -> dict[str, float]:
 
 
 def turns(collected: Collected) -> dict[str, float]:
-    """Responses of a conversation."""
-    return {"turns/mean": float(collected.columns["turn"].mean())}
+    """Responses of a conversation, and its sequences where some have several."""
+    columns = collected.columns
+    several = {"sequences/mean": len(columns.sequence_lengths) / len(columns)} if columns.begins is not None else {}
+    return {"turns/mean": float(columns["turn"].mean())} | several
 
 
 def calls(collected: Collected) -> dict[str, float]:

@@ -214,15 +214,8 @@ class TrainedModule:
     def tensors(self, trajectories: Columns, *, last: bool = False) -> PairTensors:
         """The model's input for one pass: packed or padded, on this rank's device. With `last` it holds the last
         token of each response, from which nothing is predicted."""
-        return pair_tensors(
-            list(trajectories.prompts),
-            list(trajectories.responses),
-            self.device,
-            packing=self._config.packing,
-            shared=self._config.shares_prompts,
-            last=last,
-            turn_steps=trajectories.turn_steps,
-        )
+        packing, shared = self._config.packing, self._config.shares_prompts
+        return pair_tensors(trajectories, self.device, packing=packing, shared=shared, last=last)
 
     def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> Floats:
         """Collects the rows of all ranks, end to end; every rank calls it.

@@ -1,5 +1,5 @@
 """Hugging Face models: loading, scalar heads, padding and packing, offload, and their arithmetic.
 
-May import config, seams and wire. learner, objectives, orchestrator, ranks, recipes, services and
+May import columns, config, seams and wire. learner, objectives, orchestrator, ranks, recipes, services and
 weight_transfer import it.
 """

@@ -1,46 +1,56 @@
 """A batcher's view of a call that asks for one number per sampled token."""
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from itertools import groupby
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from quartet.columns import Columns
-from quartet.wire.codec import Floats, Ints
+from quartet.wire.codec import Floats
 
 Item = TypeVar("Item")
+
+
+class Asked(NamedTuple):
+    """One trajectory of a call."""
+
+    trajectories: Columns
+    """All of the call."""
+    row: int
+    """Index of the one."""
+
+
+def joined(asked: Sequence[Asked]) -> Columns:
+    """The trajectories, which may be of several calls, in their order."""
+    calls = [[*rows] for _, rows in groupby(asked, lambda each: id(each.trajectories))]
+    parts = [rows[0].trajectories.take([each.row for each in rows]) for rows in calls]
+    return Columns.concatenate(parts) if parts else Columns.of_pairs([], [])
 
 
 class TokenCall(Generic[Item]):
     """B trajectories, and a number for each sampled token."""
 
-    def __init__(self, trajectories: Columns, make: Callable[[Ints, Ints, Ints | None], Item]) -> None:
+    def __init__(self, trajectories: Columns, make: Callable[[Asked], Item]) -> None:
         """
         Args:
-            trajectories: those of the call.
-            make: makes the model's input from a prompt, its response, in which the model computes every token, and
-                the `turn_steps` of that.
+            trajectories: those of the call, without further columns.
+            make: makes the model's input from a trajectory.
         """
         self._trajectories, self._make = trajectories, make
-        self._prompts, self._responses = trajectories.prompts, trajectories.responses
-        self._steps = trajectories.turn_steps
         self.costs = trajectories.lengths
-        self._computed: Floats = np.empty(len(self._responses.ids), np.float32)
-
-    @property
-    def out(self) -> Floats:
+        self.out: Floats = np.empty(trajectories.size("sampled"), np.float32)
         """[M] the results, all trajectories end to end."""
-        return self._computed[self._trajectories.response_mask]
+        self._ends = np.cumsum(trajectories.counts, dtype=np.int64)
 
     def items(self, rows: Sequence[int]) -> list[Item]:
         """The model's inputs for these rows."""
-        steps = self._steps
-        return [self._make(self._prompts[row], self._responses[row], steps[row] if steps else None) for row in rows]
+        return [self._make(Asked(self._trajectories, row)) for row in rows]
 
     def put(self, rows: Sequence[int], results: Sequence[Floats]) -> None:
-        """Stores the model's numbers for these rows, each [T]."""
+        """Stores the numbers of these rows' sampled tokens."""
         for row, result in zip(rows, results, strict=True):
-            start, end = self._responses.bounds(row)
-            if len(result) != end - start:
-                raise RuntimeError(f"{len(result)} results for {end - start} tokens")
-            self._computed[start:end] = result
+            end, count = int(self._ends[row]), int(self._trajectories.counts[row])
+            if len(result) != count:
+                raise RuntimeError(f"{len(result)} results for {count} tokens")
+            self.out[end - count : end] = result

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quartet.columns import Columns
 from quartet.models.frozen_passes import FrozenPasses
 from quartet.models.scalar import load_scalar, scores_of
 from quartet.wire.codec import Floats
@@ -43,4 +44,5 @@ def reward_scores(folder: Path, samples: Sequence[EncodedPair]) -> Floats:
     """Scores [N] of N samples, not normalised."""
     model = load_scalar(str(folder), "float32").eval()
     passes = FrozenPasses(_TOKENS, torch.device("cpu"), packing=False, last=True)
-    return np.concatenate(passes.run(lambda pairs: list(scores_of(model, pairs).numpy()[:, None]), samples))
+    pairs = Columns.of_pairs([each.prompt_ids for each in samples], [each.response_ids for each in samples])
+    return np.concatenate(passes.run(lambda tensors: list(scores_of(model, tensors).numpy()[:, None]), pairs))

@@ -13,7 +13,8 @@ from quartet.learner.learner import Snapshots
 from quartet.ranks.group import Answer, Arguments, Method, RankFailed, RankGroup, RanksLost
 from quartet.serving.runs.lease import Fence
 from quartet.serving.runs.timeline import Moment
-from quartet.wire.codec import Floats, Ints
+from quartet.serving.token_call import Asked, joined
+from quartet.wire.codec import Floats
 from quartet.wire.errors import FailedPrecondition, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.once import Once
@@ -172,11 +173,10 @@ class CriticModel:
                 )
             self._at = Moment(lease.number, last_step)
 
-    async def values(self, pairs: Sequence[tuple[Ints, Ints]]) -> list[Floats]:
-        """The values of pairs, as CriticTrainer.values gives them. Call it while holding `turn`, so that the critic
-        is not trained between the check of its state and the result."""
-        prompts, responses = [prompt for prompt, _ in pairs], [response for _, response in pairs]
-        trajectories = Columns.of_pairs(prompts, responses)
+    async def values(self, asked: Sequence[Asked]) -> list[Floats]:
+        """The values of trajectories, as CriticTrainer.values gives them. Call it while holding `turn`, so that the
+        critic is not trained between the check of its state and the result."""
+        trajectories = joined(asked)
         values = await self._ask(CriticTrainer.values, trajectories)
         return trajectories.with_sampled(values=values).rows("values")
 

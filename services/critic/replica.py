@@ -20,24 +20,24 @@ from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
-from quartet.serving.token_call import TokenCall
-from quartet.wire.codec import Floats, Ints, pack_floats, pack_longs, pack_metrics
+from quartet.serving.token_call import Asked, TokenCall
+from quartet.wire.codec import Floats, pack_floats, pack_longs, pack_metrics
 from quartet.wire.errors import InvalidArgument
 from services.critic.client import BATCH
 from services.critic.config import CriticConfig
 
 
-class ValuesCall(TokenCall[tuple[Ints, Ints]]):
+class ValuesCall(TokenCall[Asked]):
     """Trajectories, and the critic's step at each pass, since it may be trained between two passes."""
 
     def __init__(self, trajectories: Columns, step: Callable[[], int]) -> None:
         """`step` returns the critic's step; it raises if the critic is not in a state that the caller accepts."""
-        super().__init__(trajectories, lambda prompt, response, _: (prompt, response))
+        super().__init__(trajectories, lambda trajectory: trajectory)
         self._step = step
         self.steps = np.zeros(len(trajectories), np.int64)
         """[B] the step whose weights computed the values of each trajectory."""
 
-    def items(self, rows: Sequence[int]) -> list[tuple[Ints, Ints]]:
+    def items(self, rows: Sequence[int]) -> list[Asked]:
         """The model's inputs for these rows; raises the error of `step`."""
         self.steps[list(rows)] = self._step()
         return super().items(rows)
@@ -67,7 +67,7 @@ class Critic(HealthMixin):
         self._config = config
         self._critic = CriticModel(config, serve.get_replica_context().app_name, start_ranks)
         self._admission, self._train_admission = Admission(config.limits), Admission(config.train_limits)
-        self._batcher: Batcher[tuple[Ints, Ints], Floats] = Batcher(
+        self._batcher: Batcher[Asked, Floats] = Batcher(
             self._critic.values,
             batch_tokens=config.micro_batch_tokens * config.ranks,
             batch_s=config.limits.batch_s,
@@ -187,8 +187,10 @@ class Critic(HealthMixin):
         )
 
     def _read(self, data: bytes, schema: Schema, field: str) -> Columns:
-        model = self._model
-        return Columns.received(data, schema, vocab_size=model.vocab_size, max_length=model.max_length, field=field)
+        model, packing = self._model, self._config.packing
+        return Columns.received(
+            data, schema, vocab_size=model.vocab_size, max_length=model.max_length, packing=packing, field=field
+        )
 
     def _batch(self, data: bytes) -> Columns:
         """A part of a batch, with the mask of the tokens that are trained on, which a caller may leave out."""

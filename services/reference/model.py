@@ -1,31 +1,21 @@
 """Log-probs of given responses under a frozen model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from quartet.columns import Columns
 from quartet.models.compiled import compile_layers
 from quartet.models.distribution import Distribution
 from quartet.models.frozen_passes import FrozenPasses
 from quartet.models.loading import load_causal, max_length
 from quartet.models.offload import Residence
 from quartet.models.sequences import PairTensors
-from quartet.wire.codec import Floats, Ints
+from quartet.serving.token_call import Asked, joined
+from quartet.wire.codec import Floats
 from services.reference.config import ReferenceConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt and its response, and the distribution for the log-probs of the response's tokens."""
-
-    prompt_ids: Ints
-    response_ids: Ints
-    distribution: Distribution
-    turn_steps: Ints | None = None
-    """The index of each token in its sampled segment, [T]; None: in the response, which is one segment."""
 
 
 class Frozen(Protocol):
@@ -34,13 +24,33 @@ class Frozen(Protocol):
     vocab_size: int
     """Entries of its vocabulary, padding included."""
     max_length: int
-    """Longest pair that it takes, in tokens."""
+    """Longest sequence that it takes, in tokens."""
 
-    def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
-        """The log-probs of each response's tokens, [T] for each question."""
+    def logprobs(self, trajectories: Columns, distribution: Distribution) -> Floats:
+        """The log-probs of the sampled tokens, [M]."""
 
     def check(self) -> None:
         """Raises if the model cannot compute; for health checks."""
+
+
+class Question(NamedTuple):
+    """A trajectory, and the distribution for the log-probs of its sampled tokens."""
+
+    asked: Asked
+    distribution: Distribution
+
+
+def answers(frozen: Frozen, questions: Sequence[Question]) -> list[Floats]:
+    """The log-probs of the sampled tokens of each question's trajectory; those with the same distribution are
+    computed together."""
+    rows: list[Floats] = [np.empty(0, np.float32)] * len(questions)
+    for distribution in dict.fromkeys(question.distribution for question in questions):
+        places = [i for i, question in enumerate(questions) if question.distribution == distribution]
+        trajectories = joined([questions[i].asked for i in places])
+        logprobs = frozen.logprobs(trajectories, distribution)
+        for i, row in zip(places, trajectories.with_sampled(logprobs=logprobs).rows("logprobs"), strict=True):
+            rows[i] = row
+    return rows
 
 
 class FrozenModel:
@@ -58,25 +68,20 @@ class FrozenModel:
         self._passes = FrozenPasses(config.batch_tokens, device, packing=config.packing, last=False)
 
     @torch.inference_mode()
-    def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
-        """The log-probs log pi_ref(y_t | prefix) in each question's distribution, [T] for each question."""
-        answers: list[Floats] = [np.empty(0, np.float32)] * len(questions)
+    def logprobs(self, trajectories: Columns, distribution: Distribution) -> Floats:
+        """The log-probs log pi_ref(y_t | prefix) of the sampled tokens, [M]."""
+
+        def compute(pairs: PairTensors) -> list[Floats]:
+            return pairs.unpad(distribution.asked_of(self.model, pairs)[0])
+
         with self._residence.use():
-            for distribution in dict.fromkeys(question.distribution for question in questions):
-
-                def compute(pairs: PairTensors, distribution: Distribution = distribution) -> list[Floats]:
-                    return pairs.unpad(distribution.asked_of(self.model, pairs)[0])
-
-                places = [i for i, question in enumerate(questions) if question.distribution == distribution]
-                asked = [questions[i] for i in places]
-                rows = self._passes.run(compute, asked, [question.turn_steps for question in asked])
-                for i, row in zip(places, rows, strict=True):
-                    answers[i] = row
-        return answers
+            rows = self._passes.run(compute, trajectories)
+        flat: Floats = np.concatenate([np.empty(0, np.float32), *rows])
+        return flat[trajectories.response_mask]
 
     def check(self) -> None:
         """Raises if the model cannot compute; for health checks. Does not move offloaded weights."""
         if self._residence.offloads:
             return self._residence.check()
         one = np.zeros(1, np.int32)
-        self.logprobs([Question(one, one, Distribution())])
+        self.logprobs(Columns.of_pairs([one], [one]), Distribution())

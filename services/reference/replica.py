@@ -48,17 +48,17 @@ class Reference(HealthMixin):
         from quartet.models.distribution import Distribution
         from quartet.models.loading import load_tokenizer
         from quartet.wire.identity import describe_model, vocabulary_size
-        from services.reference.model import FrozenModel, Question
+        from services.reference.model import FrozenModel, Question, answers
 
         prepare_replica()
         frozen = (load or FrozenModel)(config, default_device(), gpu_count())
         tokenizer = load_tokenizer(config.model)
-        self._question = Question
+        self._question, self._packing = Question, config.packing
         self._tokens = vocabulary_size(tokenizer)
         self._distribution = partial(Distribution, vocabulary=self._tokens)
         self._admission = Admission(config.limits)
         self._batcher: Batcher[Question, Floats] = Batcher(
-            frozen.logprobs,
+            partial(answers, frozen),
             batch_tokens=config.batch_tokens,
             batch_s=config.limits.batch_s,
         )
@@ -84,8 +84,10 @@ class Reference(HealthMixin):
         asked = self._asked(request, temperature)
         data, model = request.trajectories, self._model
         with self._admission.admitted(share, *Columns.measure(data, "trajectories"), "trajectories"):
-            trajectories = Columns.received(data, {}, vocab_size=model.vocab_size, max_length=model.max_length)
-            call = TokenCall(trajectories, lambda prompt, response, at: self._question(prompt, response, asked, at))
+            trajectories = Columns.received(
+                data, {}, vocab_size=model.vocab_size, max_length=model.max_length, packing=self._packing
+            )
+            call = TokenCall(trajectories, lambda trajectory: self._question(trajectory, asked))
             await self._batcher.submit(share, call)
         return pb.LogprobsResponse(ref_logprobs=pack_floats(call.out))
 

@@ -136,7 +136,7 @@ class Encoder:
                 raise InvalidArgument("tokens: the scorer has no tokenizer; send texts or conversations")
             trajectories = Columns.received(
                 received.packed, {}, vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
-            )
+            ).last_sequences()
             costs, made = trajectories.lengths, partial(self._from_tokens, trajectories)
         elif received.field == "texts":
             costs, made = _of_texts(request), self._from_texts

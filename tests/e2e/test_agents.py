@@ -12,10 +12,12 @@ import yaml
 from examples.agent import WRONG
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
+from quartet.wire.pairs import SCORE
 from tests.cluster import Quartet, named, rollouts
 from tests.models import EOS, make_tokenizer
 from tests.runs import Run, finish_held, journal
 
+REWRITING = {"kind": "tests.agents:rewriting", "max_tokens": 48, "sequences": 3}
 STEPS, BATCH, EACH, MOST = 3, 16, 4, 12
 RLOO = {"kind": "rloo", "samples_per_prompt": EACH, "scale": "none"}
 """Without a critic, which an earlier run would have trained."""
@@ -123,3 +125,30 @@ async def test_what_is_lost_amid_conversations_is_made_up_for(quartet: Quartet, 
     assert len(used) == STEPS * BATCH
     for columns in journal(run):
         check_conversations(columns)
+
+
+async def test_conversations_of_several_sequences_are_one_sample_each(quartet: Quartet) -> None:
+    run = with_labels(quartet, "agent-rewrites", agent=REWRITING)
+    raw = yaml.safe_load(run.config.read_text())
+    raw["orchestrator"]["policy"]["packing"] = True
+    run.config.write_text(yaml.safe_dump(raw))
+    run.finish()
+    lines, steps = read_metrics(run.folder / "metrics.jsonl"), journal(run)
+    assert all(line["mismatch/max_abs"] < 1e-4 for line in lines)
+    for columns, line in zip(steps, lines, strict=True):
+        assert columns.begins is not None
+        sequences = np.add.reduceat(columns.begins, columns.starts, dtype=int) + 1
+        # One question, or five in three histories.
+        assert (3, 5) in (shapes := {*zip(sequences.tolist(), columns["turn"].tolist(), strict=True)})
+        assert shapes <= {(1, 1), (3, 5)}
+        assert (line["sequences/mean"], line["turns/mean"]) == (sequences.mean(), columns["turn"].mean())
+    first = steps[0]
+    # The reference is the policy of the first step.
+    assert np.abs(first["logprobs"] - first["ref_logprobs"]).max() < 1e-4
+    scores = await quartet.services.reward.score(first.last_sequences(), timeout_s=60)
+    assert np.abs(scores.columns[SCORE] - first["score"]).max() < 1e-5
+    values, alone = [
+        (await quartet.critic.values(columns, timeout_s=60)).values
+        for columns in (first, Columns.of(first.ids, first.sequence_lengths, first.sampled))
+    ]
+    assert np.abs(values - alone).max() < 1e-5

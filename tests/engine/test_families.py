@@ -20,7 +20,7 @@ from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.learner.lora import weights_of
 from quartet.wire.codec import Floats
 from services.reference.config import ReferenceConfig
-from services.reference.model import FrozenModel, Question
+from services.reference.model import FrozenModel
 from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
@@ -65,9 +65,7 @@ class Agreement:
     def by_reference(self, samples: list[Sample], **distribution: Any) -> list[Floats]:
         """The reference's; `distribution` replaces fields of the distribution."""
         asked = replace(self.distribution, **distribution)
-        questions = [Question(p, s.response_ids, asked) for p, s in zip(self.prompts, samples, strict=True)]
-        logprobs: list[Floats] = self.reference.logprobs(questions)
-        return logprobs
+        return logprob_rows(self.reference, self.prompts, [s.response_ids for s in samples], asked)
 
     def of_learner(self, samples: list[Sample]) -> float:
         """Largest difference of log-probs between engine and learner."""

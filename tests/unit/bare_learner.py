@@ -61,8 +61,7 @@ class BareLearner:
 
     def tensors(self, trajectories: Columns, *, last: bool = False) -> PairTensors:
         """The model's input, padded or packed."""
-        prompts, responses = list(trajectories.prompts), list(trajectories.responses)
-        return pair_tensors(prompts, responses, torch.device("cpu"), packing=self.packing, last=last)
+        return pair_tensors(trajectories, torch.device("cpu"), packing=self.packing, last=last)
 
     def step(self, micros: Sequence[Any], loss: Callable[[Any], tuple[Tensor, Any]]) -> dict[str, float]:
         """Adds the gradient of one minibatch."""

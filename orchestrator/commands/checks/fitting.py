@@ -11,7 +11,9 @@ from orchestrator.clients import unlike_backends
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
+from orchestrator.environments.config import KEPT_APART
 from quartet.config.base import ConfigError
+from quartet.config.frozen import FrozenConfig
 from quartet.config.learner import PolicyConfig
 from quartet.models.device import VISIBLE
 from quartet.models.distribution import Distribution, end_ids
@@ -86,6 +88,16 @@ def _too_long_phases(weights: WeightsConfig, section: RolloutConfig, name: str) 
                 f"orchestrator.weights.{field}: {seconds:g}, but applications.{name}.args.max_phase_s is "
                 f"{section.max_phase_s:g}; lower the first or raise the second"
             )
+
+
+def misfits_of_packing(config: OrchestratorConfig, section: FrozenConfig | CriticConfig, name: str) -> Iterator[str]:
+    """The reason for which a service would take no trajectories of several sequences, if the run has such."""
+    agent = config.agent
+    if agent is not None and agent.sequences > 1 and not section.packing:
+        yield (
+            f"applications.{name}.args.packing: false, but orchestrator.agent.sequences is {agent.sequences}; "
+            f"{KEPT_APART}"
+        )
 
 
 def misfits_of_critic(config: OrchestratorConfig, section: CriticConfig, name: str) -> Iterator[str]:

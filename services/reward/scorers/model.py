@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from protos import reward_pb2 as pb
+from quartet.columns import Columns
 from quartet.config.base import ConfigError
 from quartet.models.compiled import compile_layers
 from quartet.models.frozen_passes import FrozenPasses
@@ -56,9 +57,12 @@ class ModelScorer:
     @torch.inference_mode()
     def score(self, pairs: Sequence[EncodedPair]) -> list[Result]:
         """The normalised scores."""
+        trajectories = Columns.of_pairs([pair.prompt_ids for pair in pairs], [pair.response_ids for pair in pairs])
         with self._residence.use():
             # The output at the last token of each pair, an array of one number.
-            rows = self._passes.run(lambda tensors: scores_of(self._model, tensors).cpu().numpy()[:, None], pairs)
+            rows = self._passes.run(
+                lambda tensors: scores_of(self._model, tensors).cpu().numpy()[:, None], trajectories
+            )
         scores = np.asarray([row[-1:] for row in rows], np.float32)
         return results((scores - self._mean) / self._std, self.identity.name)
 

@@ -279,9 +279,12 @@ def test_bytes_with_other_columns_name_the_wrong_one(changed: Any, named: str) -
         Columns.unpack(columns.pack(), SCHEMA, "batch")
 
 
-def test_no_damage_passes_unseen() -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_no_damage_passes_unseen(several: bool) -> None:
     """Each byte of the header, and each length of the whole: an error that names the field, or equal content."""
     columns = packed([a_trajectory(np.random.default_rng(seed), seed) for seed in range(3)])
+    if several:
+        columns = Columns(columns.ids, columns.lengths, columns.sampled, columns.columns, further(columns))
     data = columns.pack()
     for end in range(len(data)):
         with pytest.raises(InvalidArgument, match=r"^columns"):
@@ -325,3 +328,112 @@ def test_ids_and_lengths_beyond_a_model_are_named() -> None:
         columns.check_model(vocab_size=9, max_length=3, field="batch")
     with pytest.raises(InvalidArgument, match=r"batch\.lengths\[0\]: 3"):
         columns.check_model(vocab_size=10, max_length=2, field="batch")
+
+
+def further(columns: Columns) -> Any:
+    """Marks the first place at which a further sequence may begin."""
+    given, marks = ~columns.sampled, np.zeros(columns.tokens, np.bool_)
+    places = [at for at in columns.sampled_at[:-1] + 1 if given[at] and columns.sampled[at + 1 :].any()]
+    marks[next(at for at in places if at not in columns.starts)] = True
+    return marks
+
+
+def of_sequences(*trajectories: list[list[int]]) -> Columns:
+    """Trajectories of sequences of tokens, of which those from 100 on were sampled; and a column of each kind."""
+    parts = [np.asarray(part, np.int32) for each in trajectories for part in each]
+    firsts = [place == 0 for each in trajectories for place in range(len(each))]
+    begins = [np.arange(len(part)) == (0 if not first else -1) for part, first in zip(parts, firsts, strict=True)]
+    ids, lengths = np.concatenate(parts), [sum(map(len, each)) for each in trajectories]
+    columns = Columns.of(ids, np.asarray(lengths, np.int32), ids >= 100, np.concatenate(begins))
+    drawn = {"row": np.arange(len(lengths)), "sampled": ids[ids >= 100]}
+    return columns.with_rows(number=drawn["row"]).with_sampled(versions=drawn["sampled"])
+
+
+TWO = [[1, 2, 100, 3, 101], [4, 102, 103]]
+ONE = [[5, 104, 105]]
+THREE = [[6, 106], [7, 8, 9, 107], [10, 108]]
+
+
+def test_a_trajectory_of_several_sequences() -> None:
+    columns = of_sequences(TWO, ONE, THREE)
+    assert columns.sequence_lengths.tolist() == [5, 3, 3, 2, 4, 2]
+    assert columns.counts.tolist() == [4, 2, 3]
+    assert not columns.single_turn
+    assert columns.sequence_starts is not None
+    assert [each.tolist() for each in columns.sequence_starts] == [[3], [], [1, 5]]
+    assert [row[each].tolist() for row, each in zip(columns.responses, columns.sequence_starts, strict=True)] == [
+        [4],
+        [],
+        [7, 10],
+    ]
+    assert [part.tolist() for part in columns.segments(0)] == [[100], [3], [101], [4], [102, 103]]
+    assert columns.turn_steps is not None
+    assert np.concatenate(columns.turn_steps)[columns.response_mask].tolist() == [0, 0, 0, 1, 0, 1, 0, 0, 0]
+
+
+def test_a_sequence_may_begin_right_behind_given_tokens() -> None:
+    columns = of_sequences([[1, 100, 2], [3, 101]])
+    assert [part.tolist() for part in columns.segments(0)] == [[100], [2], [3], [101]]
+
+
+def test_sequences_stay_with_their_trajectories() -> None:
+    whole = of_sequences(TWO, ONE, THREE)
+    for rows, wanted in (([2, 0], (THREE, TWO)), ([1, 2], (ONE, THREE)), ([1], (ONE,))):
+        taken, expected = whole.take(rows), of_sequences(*wanted)
+        assert taken.select().pack() == expected.select().pack()
+        assert (taken.begins is None) == (wanted == (ONE,))
+    parts = [whole.take([0]), whole.take([1]), whole.take([2])]
+    assert Columns.concatenate(parts).pack() == whole.pack()
+    assert whole.select("number").without("number").begins is whole.begins
+    assert pickle.loads(pickle.dumps(whole)).pack() == whole.pack()
+    schema = {"number": Field("row", "int64"), "versions": Field("sampled", "int32")}
+    read = Columns.unpack(whole.pack(), schema)
+    assert read.pack() == whole.pack()
+    assert read.begins is not None
+    # Marks that mark nothing are left out, as equal trajectories have equal bytes.
+    bare = whole.take([1])
+    assert Columns.of(bare.ids, bare.lengths, bare.sampled, np.zeros(3, bool)).begins is None
+
+
+def test_the_last_sequence_is_a_trajectory_of_its_own() -> None:
+    columns = of_sequences(TWO, ONE, THREE)
+    last = columns.last_sequences()
+    assert last.begins is None
+    assert [row.tolist() for row in last.rows("ids")] == [TWO[1], ONE[0], THREE[2]]
+    assert last.counts.tolist() == [2, 2, 1]
+    assert last["number"].tolist() == [0, 1, 2]
+    assert last.get("versions") is None
+    single = of_sequences(ONE)
+    assert single.last_sequences() is single
+
+
+def test_the_length_of_a_model_bounds_each_sequence() -> None:
+    columns = of_sequences(TWO, ONE, THREE)
+    columns.check_model(vocab_size=200, max_length=5)
+    with pytest.raises(InvalidArgument, match=r"begins: sequence 0: 5 tokens exceed the model's max_length of 4"):
+        columns.check_model(vocab_size=200, max_length=4)
+
+
+@pytest.mark.parametrize(
+    ("begins", "named"),
+    [
+        ([0, 0, 1, 0, 0], r"begins\[2\]: a sampled token"),
+        ([1, 0, 0, 1, 0], "begins: marks the first token of a trajectory"),
+        ([0, 0, 0, 1, 0, 0], "begins: 6 for 5 tokens"),
+        ([0, 1, 0, 1, 0], "begins: the sequence from token 0 on has no sampled token"),
+    ],
+)
+def test_sequences_that_cannot_be(begins: list[int], named: str) -> None:
+    """Given 1 and 2, sampled 100, given 3, sampled 101."""
+    ids = np.asarray([1, 2, 100, 3, 101], np.int32)
+    with pytest.raises(ValueError, match=named):
+        Columns.of(ids, np.asarray([5], np.int32), ids >= 100, np.asarray(begins, bool))
+
+
+def test_marks_of_sequences_are_booleans_of_tokens() -> None:
+    columns = of_sequences(TWO).select()
+    as_row = columns.pack().replace(b'["begins","token","bool"]', b'["begins","token","int3"]')
+    with pytest.raises(InvalidArgument, match=r"columns.begins"):
+        Columns.unpack(as_row, {})
+    with pytest.raises(ValueError, match="begins: is a column of every trajectory, and cannot be another"):
+        columns.with_rows(begins=np.zeros(1, np.bool_))

@@ -1,5 +1,6 @@
 """GPU memory of a deployment, against sums by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from orchestrator.deployment.memory import (
     rank_bytes,
     shortage,
 )
+from orchestrator.environments.config import AgentConfig
 from quartet.config.base import GIB
 from quartet.config.frozen import FrozenConfig
 from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig
@@ -163,6 +165,24 @@ def test_the_sums_at_the_head_of_the_file_for_one_gpu(
     assert [part.name for part in parts] == ["rollout", "reward", "reference", "critic", "policy"]
     assert round(sum(part.size for part in parts) / GIB) == expected
     assert bool(list(shortage(parts, 79 * GIB))) == (expected > 79)
+
+
+def test_a_pass_holds_a_trajectory_that_is_longer_than_it(tmp_path: Path) -> None:
+    """Trajectories of 4 sequences of 8192 + 8192 tokens, where a pass has 16384."""
+    sizes = []
+    for sequences in (1, 4):
+        deployment = written("ppo-1gpu", tmp_path)
+        section: Any = deployment.orchestrator
+        agent = AgentConfig(kind="a:b", max_tokens=8192, sequences=sequences)
+        data = section.data.model_copy(update={"max_prompt_length": 8192})
+        run = section.model_copy(update={"agent": agent, "data": data})
+        assert run.longest_trajectory == sequences * 16_384
+        changed = replace(deployment, orchestrator=run)
+        sizes.append({part.name: part.size for part in footprints(changed, 139 * GIB, lambda folder: QWEN["1.5B"])})
+    one, several = sizes
+    assert one["rollout"] == several["rollout"]
+    for name in ("reward", "reference", "critic", "policy"):
+        assert several[name] > one[name] + GIB // 2, name
 
 
 def test_the_worst_that_shares_allow_is_what_has_to_fit() -> None:

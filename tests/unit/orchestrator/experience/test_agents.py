@@ -17,7 +17,7 @@ from orchestrator.data.prompts import Prompt
 from orchestrator.environments.agent import Agent, Task
 from orchestrator.experience import user_function
 from orchestrator.experience.agents import Agents
-from orchestrator.experience.conversation import Conversation
+from orchestrator.experience.conversation import Conversation, trajectories
 from orchestrator.experience.requests import SampleRequest
 from protos import common_pb2
 from quartet.config.base import ConfigError
@@ -259,7 +259,7 @@ async def test_a_command_that_is_late_is_ended(door: Door, config: OrchestratorC
     ("responses", "result", "said"),
     [
         ([], None, "asked the model for nothing"),
-        ([ids(7), ids(9)], None, r"changed the history of its messages \(1 times\)"),
+        ([ids(7), ids(9)], None, r"had 2 sequences, and 1 is the most \(agent\.sequences\)"),
         ([ids(7)], float("nan"), "Out of range float values are not JSON compliant"),
         ([ids(7)], {1, 2}, "Object of type set is not JSON serializable"),
         ([ids(7)], CIRCULAR, "Circular reference detected"),
@@ -280,6 +280,35 @@ async def test_what_cannot_be_trained_on_is_a_failure(
 
     with pytest.raises(ConfigError, match=said):
         await converse(door, config, solve)
+
+
+async def test_an_agent_may_have_several_sequences(door: Door, config: OrchestratorConfig) -> None:
+    assert config.agent is not None
+    several = config.model_copy(update={"agent": config.agent.model_copy(update={"sequences": 3})})
+
+    async def solve(task: Task) -> None:
+        door.say(task, ids(7, 8), 10, 11)
+        door.say(task, ids(9), 12)  # it shortened its history
+        door.say(task, ids(7, 8, 10, 11, 5), 13)  # and goes on with the first
+
+    had, _ = await converse(door, several, solve)
+    assert [(part.ids.tolist(), part.sampled, part.begins) for part in had.segments] == [
+        ([7, 8], False, False),
+        ([10, 11], True, False),
+        ([5], False, False),
+        ([13], True, False),
+        ([9], False, True),
+        ([12], True, False),
+    ]
+    assert had.turn == 3
+    assert trajectories([had]).sequence_lengths.tolist() == [6, 2]
+
+    async def more(task: Task) -> None:
+        for number in range(4):
+            door.say(task, ids(number), 10 + number)
+
+    with pytest.raises(ConfigError, match=r"had 4 sequences, and 3 is the most"):
+        await converse(door, several, more)
 
 
 async def test_log_probs_have_to_be_finite(door: Door, config: OrchestratorConfig) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
+from quartet.columns import Columns
 from quartet.config.learner import GROUP_ELEMENTS, OptimizerConfig, PolicyConfig
 from quartet.learner import module
 from quartet.models import tiles
@@ -20,7 +21,7 @@ from quartet.models.sequences import PairTensors, pair_tensors
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from services.reference.config import ReferenceConfig
-from services.reference.model import FrozenModel, Question
+from services.reference.model import FrozenModel
 from tests import plain
 from tests.families import FAMILIES
 from tests.learner_batches import CriticBatch, PolicyBatch, train_critic, train_policy
@@ -101,18 +102,18 @@ def test_a_critics_step_waits_as_often(folder: Path, packing: bool) -> None:
 
 @pytest.mark.parametrize("distribution", [WHOLE, MASKED])
 def test_a_forward_pass_waits_for_its_result(folder: Path, distribution: Distribution) -> None:
-    questions = [Question(p, r, distribution) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    trajectories = Columns.of_pairs(PROMPTS, RESPONSES)
     for tokens, passes in MICRO_BATCHES.items():
         config = ReferenceConfig(model=str(folder), dtype="float32", batch_tokens=tokens)
         model = FrozenModel(config, torch.device("cpu"))
         with device_waits() as waits:
-            model.logprobs(questions)
+            model.logprobs(trajectories, distribution)
         assert waits == {"numpy": passes}
 
 
 def micro_batch(packing: bool) -> tuple[PairTensors, list[torch.Tensor]]:
     """The tensors of a policy's micro-batch on a device: the pairs, and four numbers of each response token."""
-    pairs = pair_tensors(PROMPTS, RESPONSES, torch.device("meta"), packing=packing, last=False)
+    pairs = pair_tensors(Columns.of_pairs(PROMPTS, RESPONSES), torch.device("meta"), packing=packing, last=False)
     rows = [np.linspace(-1, 1, len(response), dtype=np.float32) for response in RESPONSES]
     return pairs, [pairs.spread(rows) for _ in range(4)] + [pairs.trained([row > 0 for row in rows])]
 

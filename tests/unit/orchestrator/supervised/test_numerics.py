@@ -55,8 +55,7 @@ class PlainLearner:
         return shards(prompts, responses, batches, **options)[self._rank]  # type: ignore[arg-type]
 
     def tensors(self, trajectories: Columns, *, last: bool = False) -> PairTensors:
-        prompts, responses = list(trajectories.prompts), list(trajectories.responses)
-        return pair_tensors(prompts, responses, CPU, packing=self._packing, last=last)
+        return pair_tensors(trajectories, CPU, packing=self._packing, last=last)
 
     def step(
         self, micros: Sequence[Micro], loss: Callable[[Micro], tuple[Tensor, Mapping[str, Tensor]]]

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from orchestrator.algorithms.registry import parse as parse_algorithm
 from orchestrator.policy.trainer import PolicyTrainer
+from quartet.columns import Columns
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.models.compiled import COMPILERS, compile_layers
@@ -22,10 +23,10 @@ from quartet.models.sequences import PairTensors, pair_tensors
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from services.reference.config import ReferenceConfig
-from services.reference.model import FrozenModel, Question
+from services.reference.model import FrozenModel
 from tests import plain
 from tests.families import FAMILIES
-from tests.learner_batches import CriticBatch, PolicyBatch, train_critic, train_policy, value_rows
+from tests.learner_batches import CriticBatch, PolicyBatch, logprob_rows, train_critic, train_policy, value_rows
 
 ALWAYS, MOE = "gemma3", "qwen3-moe"
 """Layers of two kinds; and the family that is not compiled. The trainings below compile another one."""
@@ -49,7 +50,7 @@ def nothing_compiled() -> Iterator[None]:
 def batch_of(seed: int, count: int, shared: bool, packing: bool) -> PairTensors:
     prompts, responses = plain.random_pairs(count, seed=seed, longest=20)
     prompts = [np.resize(prompts[0], 20)] * count if shared else prompts
-    return pair_tensors(prompts, responses, torch.device("cpu"), packing=packing, last=False)
+    return pair_tensors(Columns.of_pairs(prompts, responses), torch.device("cpu"), packing=packing, last=False)
 
 
 def gradients(model: nn.Module, value: torch.Tensor) -> list[torch.Tensor]:
@@ -136,7 +137,6 @@ def test_a_critic_and_a_reference_compute_the_same(tmp_path: Path, monkeypatch: 
     traced(monkeypatch)
     folder = str(FAMILIES["qwen2.5"].make(tmp_path / "policy"))
     prompts, responses = plain.random_pairs(4, seed=4, longest=20)
-    whole = [Question(p, r, Distribution()) for p, r in zip(prompts, responses, strict=True)]
     values, logprobs = [], []
     for compiled in (True, False):
         counters.clear()
@@ -151,7 +151,7 @@ def test_a_critic_and_a_reference_compute_the_same(tmp_path: Path, monkeypatch: 
             ReferenceConfig(model=folder, packing=True, compile_layers=compiled),
             torch.device("cpu"),
         )
-        logprobs.append(frozen.logprobs(whole))
+        logprobs.append(logprob_rows(frozen, prompts, responses, Distribution()))
         assert (counters["stats"]["unique_graphs"] > 0) == compiled
     assert plain.furthest(*values) < 1e-5
     assert plain.furthest(*logprobs) < 1e-5

@@ -15,7 +15,7 @@ from quartet.models.sequences import PairTensors, concatenate_pairs, pad_pairs
 from quartet.wire.codec import Floats
 from quartet.wire.identity import vocabulary_size
 from services.reference.config import ReferenceConfig
-from services.reference.model import FrozenModel, Question
+from services.reference.model import FrozenModel
 from tests import plain
 from tests.families import ENDS, FAMILIES
 from tests.learner_batches import logprob_rows
@@ -125,7 +125,7 @@ def test_learner_and_reference_leave_out_the_padding_of_a_vocabulary(tmp_path: P
     model = plain.language_model(folder)
     assert model.config.vocab_size == ROWS
     frozen = FrozenModel(ReferenceConfig(model=str(folder), dtype="float32"), torch.device("cpu"))
-    reference = frozen.logprobs([Question(p, r, distribution) for p, r in zip(PROMPTS, RESPONSES, strict=True)])
+    reference = logprob_rows(frozen, PROMPTS, RESPONSES, distribution)
     actual = learner_logprobs(folder, distribution)
     assert plain.furthest(reference, actual) < 1e-5
     assert plain.furthest(learner_logprobs(folder, distribution, packing=True), actual) < 1e-5
@@ -172,15 +172,7 @@ def test_ends_are_left_out_before_their_time_in_each_segment_that_was_sampled(
         ReferenceConfig(model=str(policy_folder), dtype="float32", packing=packing, batch_tokens=20),
         torch.device("cpu"),
     )
-    steps = columns.turn_steps
-    assert steps is not None
-    # The second is one segment, and its steps may be left out.
-    questions = [
-        Question(prompt, response, distribution, None if row == 1 else steps[row])
-        for row, (prompt, response) in enumerate(zip(columns.prompts, columns.responses, strict=True))
-    ]
-    reference = np.concatenate(frozen.logprobs(questions))[columns.response_mask]
-    np.testing.assert_allclose(reference, expected, atol=1e-5)
+    np.testing.assert_allclose(frozen.logprobs(columns, distribution), expected, atol=1e-5)
 
 
 def _at(step: int) -> Distribution:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, CohereConfig
 
 from orchestrator.algorithms.registry import parse as parse_algorithm
 from orchestrator.policy.trainer import PolicyTrainer
+from quartet.columns import Columns
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.models import head as heads
 from quartet.models import tiles
@@ -38,7 +39,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pairs_for(packing: bool) -> PairTensors:
-    return pair_tensors(PROMPTS, RESPONSES, torch.device("cpu"), packing=packing, last=False)
+    return pair_tensors(Columns.of_pairs(PROMPTS, RESPONSES), torch.device("cpu"), packing=packing, last=False)
 
 
 def gradients(model: nn.Module, value: torch.Tensor) -> list[torch.Tensor]:

@@ -13,9 +13,11 @@ from quartet.columns import Columns
 from quartet.config.limits import LimitsConfig
 from quartet.serving.admission import Admission
 from quartet.serving.batcher import Batcher
+from quartet.serving.token_call import Asked
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import Floats, unpack_floats, unpack_longs
 from quartet.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from services.critic.config import CriticConfig
 from services.critic.replica import Critic
 from tests import trajectories
 from tests.unit.contexts import Context
@@ -48,10 +50,10 @@ class Model:
     def stop(self) -> None:
         pass
 
-    async def values(self, pairs: Sequence[Any]) -> list[Floats]:
-        self.passes.append(len(pairs))
+    async def values(self, asked: Sequence[Asked]) -> list[Floats]:
+        self.passes.append(len(asked))
         await self.gate.wait()
-        return [np.full(len(response), self.last_step, np.float32) for _, response in pairs]
+        return [np.full(each.trajectories.counts[each.row], self.last_step, np.float32) for each in asked]
 
     async def train(self, lease: common_pb2.Lease, step: int, *_: Any, **__: Any) -> dict[str, float]:
         self.steps.append(step)
@@ -63,6 +65,7 @@ class Model:
 def make(batch_s: float = 10) -> Any:
     made = object.__new__(Critic.func_or_class)  # type: ignore[attr-defined]
     made._critic = Model()
+    made._config = CriticConfig.model_construct(packing=False)
     limits = LimitsConfig(max_call_rows=16)
     made._admission, made._train_admission = Admission(limits), Admission(limits)
     made._batcher = Batcher(made._critic.values, batch_tokens=8, batch_s=batch_s, turn=made._critic.turn)

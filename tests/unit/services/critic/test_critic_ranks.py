@@ -11,8 +11,10 @@ import psutil
 import pytest
 
 from protos import common_pb2
+from quartet.columns import Columns
 from quartet.config.learner import OptimizerConfig
 from quartet.ranks.group import RankGroup, RanksLost
+from quartet.serving.token_call import Asked
 from quartet.wire.errors import OffTimeline, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.learner import CriticModel
@@ -162,21 +164,22 @@ async def test_a_rank_that_stands_still_costs_seconds(reward_folder: Path, root:
         return RankGroup("critic", [started[-1]])
 
     critic = CriticModel(config, "critic", start_ranks)
-    pairs = list(zip(arrays(PROMPTS), arrays(RESPONSES), strict=True))
+    whole = Columns.of_pairs(arrays(PROMPTS), arrays(RESPONSES))
+    asked = [Asked(whole, row) for row in range(len(whole))]
     try:
         await critic.start()
-        before = [row.tolist() for row in await critic.values(pairs)]
+        before = [row.tolist() for row in await critic.values(asked)]
         pid = started[0].process.pid
         assert pid
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(Unavailable, match="a signal has stopped its process; the critic has lost its ranks"):
-            await critic.values(pairs)
+            await critic.values(asked)
         assert time.monotonic() - began < 20
         async with asyncio.timeout(120):
             while critic._renewing is not None:
                 await asyncio.sleep(0.1)
-        assert [row.tolist() for row in await critic.values(pairs)] == before
+        assert [row.tolist() for row in await critic.values(asked)] == before
         assert len(started) == 2
         assert not psutil.pid_exists(pid)
     finally:

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.columns import Columns
 from quartet.models.distribution import Distribution
+from quartet.serving.token_call import Asked
 from services.reference.config import ReferenceConfig
-from services.reference.model import FrozenModel, Question
+from services.reference.model import FrozenModel, Question, answers
+from tests.learner_batches import logprob_rows
 from tests.plain import furthest, language_model, logprobs
 from tests.unit.naive import PROMPTS, RESPONSES, arrays, chosen, distributions
 from tests.unit.rows import grouped
@@ -27,11 +30,9 @@ def test_each_response_at_its_own_temperature_and_in_its_own_place(
     frozen = make(policy_folder, dtype="float32", batch_tokens=batch_tokens, packing=packing)
     assert frozen.model.config._attn_implementation == ("packed_sdpa" if packing else "padded_sdpa")
     temperatures = [0.5, 2.0, 0.5, 1.0]
-    questions = [
-        Question(prompt, response, Distribution(temperature))
-        for prompt, response, temperature in zip(arrays(PROMPTS), arrays(RESPONSES), temperatures, strict=True)
-    ]
-    actual = frozen.logprobs(questions)
+    whole = Columns.of_pairs(arrays(PROMPTS), arrays(RESPONSES))
+    asked = [Question(Asked(whole, row), Distribution(each)) for row, each in enumerate(temperatures)]
+    actual = answers(frozen, asked)
     assert [row.dtype for row in actual] == [np.float32] * 4
     with torch.no_grad():
         for index, temperature in enumerate(temperatures):
@@ -48,7 +49,7 @@ def test_a_prompt_is_computed_once_for_its_responses(policy_folder: Path) -> Non
         return forward(*inputs, **options)
 
     frozen.model.forward = counted  # type: ignore[method-assign]
-    actual = frozen.logprobs([Question(*pair, Distribution()) for pair in zip(prompts, responses, strict=True)])
+    actual = logprob_rows(frozen, prompts, responses, Distribution())
     assert computed == [2 * 30 + sum(len(response) - 1 for response in responses)]
     assert furthest(actual, logprobs(language_model(policy_folder), prompts, responses)) < 1e-5
 
@@ -59,14 +60,13 @@ def test_the_model_is_frozen(policy_folder: Path) -> None:
     assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in parameters)
     assert not frozen.model.training
-    assert frozen.logprobs([]) == []
+    assert frozen.logprobs(Columns.of_pairs([], []), Distribution()).tolist() == []
 
 
 def test_an_offloaded_model_gives_the_same_answers_and_its_health_check_moves_nothing(policy_folder: Path) -> None:
     kept, offloaded = make(policy_folder, dtype="float32"), make(policy_folder, offload=True, dtype="float32")
-    questions = [Question(*row, Distribution()) for row in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)]
-    for left, right in zip(kept.logprobs(questions), offloaded.logprobs(questions), strict=True):
-        assert left.tolist() == right.tolist()
+    asked = Columns.of_pairs(arrays(PROMPTS), arrays(RESPONSES)), Distribution()
+    assert kept.logprobs(*asked).tolist() == offloaded.logprobs(*asked).tolist()
     kept.check()
     offloaded.check()
 
@@ -75,7 +75,6 @@ def test_a_model_whose_layers_are_spread_gives_the_same_answers(policy_folder: P
     """Over what there is here: the CPU alone."""
     config = ReferenceConfig(model=str(policy_folder), dtype="float32")
     spread = FrozenModel(config, torch.device("cpu"), gpus=2)
-    questions = [Question(*row, Distribution()) for row in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)]
-    kept = make(policy_folder, dtype="float32").logprobs(questions)
-    for left, right in zip(kept, spread.logprobs(questions), strict=True):
-        assert left.tolist() == right.tolist()
+    asked = Columns.of_pairs(arrays(PROMPTS), arrays(RESPONSES)), Distribution()
+    kept = make(policy_folder, dtype="float32").logprobs(*asked)
+    assert kept.tolist() == spread.logprobs(*asked).tolist()

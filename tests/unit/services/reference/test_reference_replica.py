@@ -1,6 +1,6 @@
 """The reference deployment without Serve and without a model: what it admits, and where its answers go."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,12 @@ from protos import common_pb2
 from protos import reference_pb2 as pb
 from quartet.columns import Columns
 from quartet.config.limits import LimitsConfig
+from quartet.models.distribution import Distribution
 from quartet.serving.admission import Admission
 from quartet.serving.batcher import Batcher
 from quartet.wire.codec import Floats, unpack_floats
 from quartet.wire.errors import InvalidArgument, ResourceExhausted
+from services.reference.model import Question, answers
 from services.reference.replica import MOST_ENDS, Reference
 from tests.trajectories import of
 from tests.unit.contexts import Context
@@ -24,15 +26,21 @@ def reference() -> Any:
     made = object.__new__(Reference.func_or_class)  # type: ignore[attr-defined]
     made.passes = []
 
-    def logprobs(questions: Sequence[Any]) -> list[Floats]:
-        """The response's own tokens."""
-        made.passes.append(len(questions))
-        return [response.astype(np.float32) for _, response in questions]
+    class Echo:
+        vocab_size, max_length = 64, 32
 
-    made._question, made._distribution = (lambda p, r, asked, steps: (p, r)), dict
+        def logprobs(self, trajectories: Columns, distribution: Distribution) -> Floats:
+            """The sampled tokens themselves."""
+            made.passes.append(len(trajectories))
+            return trajectories.ids[trajectories.sampled].astype(np.float32)
+
+        def check(self) -> None:
+            """Finds nothing wrong."""
+
+    made._question, made._distribution, made._packing = Question, Distribution, False
     made._tokens = 60
     made._admission = Admission(LimitsConfig(max_call_rows=16))
-    made._batcher = Batcher(logprobs, batch_tokens=8, batch_s=10)
+    made._batcher = Batcher(partial(answers, Echo()), batch_tokens=8, batch_s=10)
     made._model = common_pb2.ModelInfo(vocab_size=64, max_length=32)
     return made
 
@@ -73,3 +81,15 @@ async def test_what_was_given_between_sampled_tokens_has_no_log_prob(reference: 
     columns = Columns.of(np.asarray(ids, np.int32), np.asarray([6, 2], np.int32), np.asarray(sampled))
     reply = await reference.Logprobs(pb.LogprobsRequest(trajectories=columns.pack()), Context())
     assert unpack_floats(reply.ref_logprobs, "x").tolist() == [5, 6, 8, 4]
+
+
+async def test_several_sequences_are_for_a_model_that_keeps_them_apart(reference: Any) -> None:
+    """Given 1, sampled 5, and a further sequence: given 2, sampled 6 and 7."""
+    sampled, begins = (np.asarray(row, bool) for row in ([0, 1, 0, 1, 1], [0, 0, 1, 0, 0]))
+    columns = Columns.of(np.asarray([1, 5, 2, 6, 7], np.int32), np.asarray([5], np.int32), sampled, begins)
+    request = pb.LogprobsRequest(trajectories=columns.pack())
+    with pytest.raises(InvalidArgument, match=r"^trajectories.begins: .* need `packing: true`"):
+        await reference.Logprobs(request, Context())
+    reference._packing = True
+    reply = await reference.Logprobs(request, Context())
+    assert unpack_floats(reply.ref_logprobs, "x").tolist() == [5, 6, 7]
