@@ -7,6 +7,7 @@ from pydantic import Field
 
 from quartet.config.base import Config, Count, Seconds, matching
 from quartet.config.functions import PATH
+from quartet.tasks import CLEAN_UP_S
 
 
 class EnvironmentConfig(Config):
@@ -39,7 +40,7 @@ class EnvironmentConfig(Config):
         """Longest time for one answer, attempts included, where so many conversations may ask: each attempt may come
         after those of all others, of which THREADS are made at a time."""
         turns = math.ceil(conversations / THREADS)
-        return self.attempts * (turns * self.answer_s + self.attempts * PAUSE_S)
+        return self.attempts * (turns * (self.answer_s + CLEAN_UP_S) + self.attempts * PAUSE_S)
 
 
 class AgentConfig(Config):
@@ -75,7 +76,7 @@ class AgentConfig(Config):
     def longest_s(self, conversations: int) -> float:
         """Longest time for all of so many conversations, attempts included."""
         turns = math.ceil(conversations / self.at_once)
-        return self.attempts * (turns * self.conversation_s + self.attempts * PAUSE_S)
+        return self.attempts * (turns * (self.conversation_s + CLEAN_UP_S) + self.attempts * PAUSE_S)
 
 
 KEPT_APART = "set it to true, which keeps the sequences of a trajectory apart, or agent.sequences to 1"

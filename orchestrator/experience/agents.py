@@ -10,8 +10,7 @@ from orchestrator.environments.agent import Agent, Task
 from orchestrator.experience.checks import check_row
 from orchestrator.experience.conversation import Conversation
 from orchestrator.experience.requests import SampleRequest
-from orchestrator.experience.user_function import Failed as _Failed
-from orchestrator.experience.user_function import UserFunction
+from orchestrator.experience.user_function import Failed, UserFunction
 from quartet.trajectory import as_one
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidReply, NotFound
@@ -88,20 +87,20 @@ class Agents:
                 try:
                     return await self._begun(request, version, newest)
                 except NotFound as error:  # its tokens are lost
-                    raise _Failed(str(error)) from error
+                    raise Failed(str(error)) from error
 
         where = f"agent {self._agent.name}: sample {request.number}, prompt row {request.prompt.row}"
         return await self._solve.attempted(begun, where, on_repeat)
 
     async def _begun(self, request: SampleRequest, version: int | None, newest: int | None) -> Conversation:
-        """A conversation in a session of its own. _Failed: by the agent. NotFound: its tokens are lost."""
+        """A conversation in a session of its own. Failed: by the agent. NotFound: its tokens are lost."""
         own = {"task_id": f"sample {request.number}"} | ({} if request.seed is None else {"seed": request.seed})
         session = await self._sessions.start(self._terms(version, newest), **own)
         result = failure = None
         try:
             try:
                 result = await self._solve(self._task(request, session))
-            except _Failed as error:
+            except Failed as error:
                 failure = error
             told = await self._sessions.trajectory(session)
         finally:
@@ -152,7 +151,7 @@ def _read(told: dict[str, Any], request: SampleRequest, result: Any, most: int) 
     """The conversation that a session holds.
 
     Raises:
-        _Failed: it has no response, or is more than so many sequences.
+        Failed: it has no response, or is more than so many sequences.
         InvalidReply: the session is not as it should be.
     """
     try:
@@ -163,13 +162,13 @@ def _read(told: dict[str, Any], request: SampleRequest, result: Any, most: int) 
         raise InvalidReply(f"/rl/trajectory: {error!r}") from None
     if not found or not ends:
         full = "sent a first request that leaves no room for a response (data.max_prompt_length + agent.max_tokens)"
-        raise _Failed(full if told["full"] else "asked the model for nothing")
+        raise Failed(full if told["full"] else "asked the model for nothing")
     segments = as_one(found)
     for segment in segments:
         if (logprobs := segment.logprobs) is not None:
             check_row(f"/rl/trajectory: prompt row {request.prompt.row}: logprobs", logprobs, len(segment.ids))
     if len(found) > most:
-        raise _Failed(
+        raise Failed(
             f"had {len(found)} sequences, and {most} is the most (agent.sequences): a request goes on with one that "
             "is there if it has all messages and answers before it, as they were"
         )

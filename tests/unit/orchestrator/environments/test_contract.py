@@ -130,10 +130,10 @@ def test_bounds_of_a_conversation() -> None:
     two = EnvironmentConfig(kind="a:B")
     assert (two.max_turns, two.longest(10)) == (2, 30)
     assert EnvironmentConfig(kind="a:B", max_turns=4, max_tokens=77).longest(10) == 77
-    # 3 attempts of 60 s, and pauses of 1 and 2 s between them.
-    assert 3 * 60 + 1 + 2 <= two.longest_answer_s(1) == two.longest_answer_s(64) < 4 * 60
+    # 3 attempts of 60 s, after which 30 s are left to clean up, and pauses of 1 and 2 s between them.
+    assert 3 * 90 + 1 + 2 <= two.longest_answer_s(1) == two.longest_answer_s(64) < 4 * 90
     # Of 129 that ask together, 64 are answered at a time: the last one waits for two others, at each attempt.
-    assert 3 * 2 * 60 + 1 + 2 <= two.longest_answer_s(65) < two.longest_answer_s(129) < 4 * 3 * 60
+    assert 3 * 2 * 90 + 1 + 2 <= two.longest_answer_s(65) < two.longest_answer_s(129) < 4 * 3 * 90
     with pytest.raises(ConfigError, match=r"environment\.max_turns"):
         EnvironmentConfig.parse({"kind": "a:B", "max_turns": 1}, "environment")
     with pytest.raises(ConfigError, match=r"environment\.kind: should be module:Class"):
