@@ -38,6 +38,8 @@ class Segment:
     """Versions that sampled it; none of given tokens."""
     begins: bool = False
     """True if it begins a further sequence, whose tokens see nothing of what is before it."""
+    reward: float = 0.0
+    """Reward of a response, besides the score of its sample."""
 
     @property
     def sampled(self) -> bool:
@@ -102,6 +104,15 @@ def columns_of(trajectories: Sequence[Trajectory]) -> Columns:
         logprobs=_joined((s.logprobs for s in sampled), np.float32),
         versions=_joined((s.versions for s in sampled), np.int32),
     )
+
+
+def turn_rewards(trajectories: Sequence[Trajectory]) -> Floats:
+    """The rewards of responses, each at its last sampled token, zeros at the others. [M]"""
+    sampled = [each for trajectory in trajectories for each in trajectory.segments if each.sampled and len(each.ids)]
+    ends = np.cumsum([len(each.ids) for each in sampled], dtype=np.int64)
+    rewards = np.zeros(ends[-1] if len(ends) else 0, np.float32)
+    rewards[ends - 1] = [each.reward for each in sampled]
+    return rewards
 
 
 def _joined(arrays: Iterable[Any], dtype: Any) -> Any:

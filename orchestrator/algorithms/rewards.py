@@ -42,6 +42,19 @@ def shape_rewards(
     return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(steps == last, bonus, 0.0)
 
 
+def by_turn(rewards: Tensor, parts: Tensor, mask: Tensor) -> Tensor:
+    """The rewards with these parts of each response's score at their own tokens in place of its last. All [B, T].
+
+    The sums stay. For example the rewards 0, 0, 0, 5 of a response whose second token ends a turn that was worth 2
+    become 0, 2, 0, 3: no token after it is given credit for it.
+    """
+    check_masked(mask, rewards=rewards, parts=parts)
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, steps, -1).amax(dim=1, keepdim=True)
+    own = torch.where(mask, parts, 0.0)
+    return rewards + own - torch.where(steps == last, own.sum(1, keepdim=True), 0.0)
+
+
 def overlong_penalties(lengths: Tensor, longest: int | None, *, buffer: int, penalty: float) -> Tensor:
     """The parts of their scores that responses lose by their lengths. lengths int [B] -> [B].
 
@@ -102,9 +115,12 @@ class RunningNormaliser:
 
     def normalise(self, scores: Tensor) -> Tensor:
         """(scores - mean) / sqrt(unbiased variance + 1e-8); unchanged before two were seen. [N] -> [N]."""
-        if self.count < 2:
-            return scores
-        return (scores - self.mean) / math.sqrt(self.m2 / (self.count - 1) + VARIANCE_EPS)
+        return scores if self.count < 2 else (scores - self.mean) / self.deviation
+
+    @property
+    def deviation(self) -> float:
+        """The number that `normalise` divides by; 1 before two were seen."""
+        return 1.0 if self.count < 2 else math.sqrt(self.m2 / (self.count - 1) + VARIANCE_EPS)
 
 
 Normalisers = Mapping[str, RunningNormaliser]

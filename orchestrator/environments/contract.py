@@ -43,7 +43,15 @@ class Results:
     """Number of the calls that could not be made as the policy wrote them."""
 
 
-Answer = str | Sequence[Mapping[str, Any]] | Results | Sequence[int] | Ints | None
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """An answer, and a reward of the response before it, which counts besides the score of the whole."""
+
+    answer: "Answer"
+    reward: float
+
+
+Answer = str | Sequence[Mapping[str, Any]] | Results | Rewarded | Sequence[int] | Ints | None
 """Text, which is tokenised as it stands; or chat messages, which the tokenizer's template renders as what follows the
 response, up to where the next one begins; or token ids. None ends the conversation."""
 

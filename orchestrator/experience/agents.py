@@ -172,10 +172,11 @@ def _read(told: dict[str, Any], request: SampleRequest, result: Any, most: int) 
             f"had {len(found)} sequences, and {most} is the most (agent.sequences): a request goes on with one that "
             "is there if it has all messages and answers before it, as they were"
         )
-    return Conversation(
+    conversation = Conversation(
         request,
         tuple(segments),
         turn=len(ends),
         truncated=bool(told["full"]) or ends[-1] is FinishReason.LENGTH,
         result=result,
     )
+    return conversation if told["reward"] is None else conversation.rewarded(told["reward"])

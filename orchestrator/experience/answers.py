@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.rendering import follow
 from orchestrator.environments.config import THREADS
-from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
+from orchestrator.environments.contract import Answer, Call, Environment, Results, Rewarded, Turn
 from orchestrator.experience.beside import together_in_thread
 from orchestrator.experience.calls import form_of
 from orchestrator.experience.conversation import Conversation
@@ -83,6 +83,8 @@ class Answers:
                 return answer
 
         answer = await self._ask.attempted(asked, where)
+        if isinstance(answer, Rewarded):
+            conversation, answer = conversation.rewarded(_reward(answer.reward, where)), answer.answer
         if answer is None:
             return conversation
         messages, wrong = (answer.messages, answer.wrong) if isinstance(answer, Results) else (answer, 0)
@@ -162,6 +164,18 @@ def _turn(conversation: Conversation, calls: tuple[Call, ...]) -> Turn:
         ended=not conversation.truncated,
         calls=calls,
     )
+
+
+def _reward(given: Any, where: str) -> float:
+    """A reward as a number of float32. ConfigError if it is none."""
+    try:
+        with np.errstate(over="ignore"):
+            reward = np.float32(given)
+        if reward.ndim == 0 and np.isfinite(reward):
+            return float(reward)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{where}: gave the reward {repr(given)[:80]}; should be a finite number")
 
 
 def _is_messages(answer: Any) -> TypeGuard[Messages]:

@@ -5,6 +5,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.unscored import PAUSE_S
@@ -256,7 +258,7 @@ class Collector:
     ) -> tuple[Columns, Mapping[int, Unscored]]:
         """The conversations with the columns of SCHEMA, NaN for scores of those that have none, and the reasons for
         which these have none."""
-        columns = trajectories(conversations)
+        columns = trajectories(conversations, turns=self._config.conversation is not None)
         async with asyncio.TaskGroup() as group:
             scores = group.create_task(self._scores(columns, conversations))
             per_token = {
@@ -266,7 +268,25 @@ class Collector:
             }
         come = {name: values for name, task in per_token.items() if (values := task.result()) is not None}
         by_column, unscored = scores.result()
-        return columns.with_rows(**by_column).with_sampled(**come), unscored
+        return self._with_turns(columns.with_rows(**by_column)).with_sampled(**come), unscored
+
+    def _with_turns(self, columns: Columns) -> Columns:
+        """With the rewards of turns in the score. ConfigError if there are some, and scores have names."""
+        rewards = columns.get("turn_rewards")
+        if rewards is None or not rewards.any():
+            return columns
+        if self._config.algorithm.rewards:
+            raise ConfigError(
+                "algorithm.rewards: names scores, to which the rewards that turns were given cannot be added; give "
+                "turns none, or have one score without a name"
+            )
+        earned = np.bincount(columns.owners, rewards, minlength=len(columns))
+        with np.errstate(over="ignore"):
+            scores = (columns["score"] + earned).astype(np.float32)
+        if np.isinf(scores).any():
+            row = int(columns["row"][np.argmax(np.isinf(scores))])
+            raise ConfigError(f"prompt row {row}: its score and the rewards of its turns are beyond float32 together")
+        return columns.with_rows(score=scores)
 
     async def _scores(
         self, columns: Columns, conversations: Sequence[Conversation]

@@ -9,7 +9,7 @@ import numpy as np
 from orchestrator.environments.agent import RESULT
 from orchestrator.experience.requests import SampleRequest
 from quartet.columns import Columns
-from quartet.trajectory import Segment, Trajectory, columns_of
+from quartet.trajectory import Segment, Trajectory, columns_of, turn_rewards
 from quartet.wire.codec import Ints
 from services.rollout.sample import FinishReason, Sample, seed_of_turn
 
@@ -78,21 +78,33 @@ class Conversation:
             truncated=sample.finish_reason is FinishReason.LENGTH,
         )
 
+    def rewarded(self, reward: float) -> Self:
+        """The conversation whose last response has this reward, and what it had."""
+        at = max(place for place, segment in enumerate(self.segments) if segment.sampled)
+        last = replace(self.segments[at], reward=self.segments[at].reward + reward)
+        return replace(self, segments=(*self.segments[:at], last, *self.segments[at + 1 :]))
+
     def answered(self, ids: Ints) -> Self:
         """The conversation with an environment's answer at its end."""
         return replace(self, segments=(*self.segments, Segment(ids)))
 
 
-def trajectories(conversations: Sequence[Conversation]) -> Columns:
-    """The conversations as columns, with what the rollout service says about them."""
+def trajectories(conversations: Sequence[Conversation], *, turns: bool = False) -> Columns:
+    """The conversations as columns, with what the rollout service says about them; with the rewards of their `turns`,
+    where they may have some."""
     made = [
         Trajectory(each.request.number, each.request.group, each.request.prompt.row, each.segments)
         for each in conversations
     ]
-    return columns_of(made).with_rows(
-        truncated=np.asarray([each.truncated for each in conversations], np.bool_),
-        **{
-            name: np.asarray([getattr(each, name) for each in conversations], np.int32)
-            for name in ("kept", "turn", "calls", "wrong_calls")
-        },
+    rewards = {"turn_rewards": turn_rewards(made)} if turns else {}
+    return (
+        columns_of(made)
+        .with_sampled(**rewards)
+        .with_rows(
+            truncated=np.asarray([each.truncated for each in conversations], np.bool_),
+            **{
+                name: np.asarray([getattr(each, name) for each in conversations], np.int32)
+                for name in ("kept", "turn", "calls", "wrong_calls")
+            },
+        )
     )

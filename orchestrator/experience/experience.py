@@ -25,6 +25,7 @@ SCHEMA: Schema = {
     "turn": Field("row", "int32"),
     "calls": Field("row", "int32"),
     "wrong_calls": Field("row", "int32"),
+    "turn_rewards": Field("sampled", optional=True),
     "logprobs": Field("sampled"),
     "versions": Field("sampled", "int32"),
     "ref_logprobs": Field("sampled", optional=True),
@@ -35,11 +36,13 @@ SCHEMA: Schema = {
 
 - number, group: of the sample, as in SampleRequest.
 - row: of its prompt, as in Prompt.
-- score: of the reward service; of several named ones the sum, and `score/<name>` each of them.
+- score: of the reward service, and the rewards of turns; of several named ones the sum, and `score/<name>` each of
+  them.
 - truncated: True if the length limit cut the last response off, or left no room for another turn.
 - kept: number of its tokens that came from replicas which did not finish the response.
 - turn: number of its responses.
 - calls: number of calls of tools that were answered, and `wrong_calls` of those that could not be made.
+- turn_rewards: of each response at its last token; missing if conversations have no turns.
 - logprobs: of the policy that sampled each token, and `versions`, which one that was.
 - ref_logprobs: the reference's; missing if the run has none.
 - values: the critic's; missing if they were not asked for.

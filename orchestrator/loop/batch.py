@@ -118,6 +118,11 @@ class Batch:
         return torch.tensor(self.columns["score"])
 
     @cached_property
+    def turn_rewards(self) -> Tensor | None:
+        """The rewards of turns at their last tokens, which the scores hold, [B, T]; None without turns."""
+        return self.column("turn_rewards") if "turn_rewards" in self.columns else None
+
+    @cached_property
     def named_scores(self) -> dict[str, Tensor]:
         """Name -> scores, [B], where they have names."""
         return {name: torch.tensor(each) for name, each in scores_of(self.columns).items() if name != SCORE}

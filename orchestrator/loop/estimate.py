@@ -15,6 +15,7 @@ from orchestrator.algorithms.responses import Responses
 from orchestrator.algorithms.rewards import (
     Normalisers,
     RunningNormaliser,
+    by_turn,
     combined,
     overlong_penalties,
     shape_rewards,
@@ -105,6 +106,9 @@ def estimate_advantages(
         clip=algorithm.score_clip,
         weight=algorithm.score_weight,
     )
+    if (parts := batch.turn_rewards) is not None:
+        divisor = normalisers[SCORE].deviation if algorithm.normalise_scores else 1.0
+        rewards = by_turn(rewards, parts * (algorithm.score_weight / divisor), sampled)
     values = batch.values if algorithm.needs_critic else None
     advantages, returns = algorithm.credit(Responses(rewards, sampled, batch.mask, values, batch.groups))
 

@@ -85,10 +85,12 @@ def staleness(version: int, collected: Collected) -> dict[str, float]:
 
 
 def turns(collected: Collected) -> dict[str, float]:
-    """Responses of a conversation, and its sequences where some have several."""
-    columns = collected.columns
+    """Responses of a conversation, its sequences where some have several, and the rewards of its turns where there
+    are some."""
+    columns, rewards = collected.columns, collected.columns["turn_rewards"]
     several = {"sequences/mean": len(columns.sequence_lengths) / len(columns)} if columns.begins is not None else {}
-    return {"turns/mean": float(columns["turn"].mean())} | several
+    earned = {"reward/turns": float(rewards.sum()) / len(columns)} if rewards.any() else {}
+    return {"turns/mean": float(columns["turn"].mean())} | several | earned
 
 
 def calls(collected: Collected) -> dict[str, float]:

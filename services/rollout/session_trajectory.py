@@ -38,14 +38,20 @@ def trajectories_of(told: dict[str, Any], number: int, group: int, row: int) -> 
     Raises:
         ValueError: lengths of segments do not add up to those of the ids, or of log-probs to those of a segment.
     """
+    counted = [turn for turn in told["interactions"] if not turn["superseded"] and turn["reward"] is not None]
+    rewards = {(turn["sequence"], turn["end"]): float(turn["reward"]) for turn in counted}
     made: list[Trajectory] = []
     for place, sequence in enumerate(told["sequences"]):
         ids = np.asarray(sequence["ids"], np.int32)
         lengths = [segment["length"] for segment in sequence["segments"]]
         if sum(lengths) != len(ids):
             raise ValueError(f"sequences[{place}]: {len(ids)} ids, but segments of {sum(lengths)}")
-        parts = np.split(ids, np.cumsum(lengths)[:-1]) if lengths else []
-        segments = [_segment(part, each) for part, each in zip(parts, sequence["segments"], strict=True)]
+        ends = np.cumsum(lengths).tolist()
+        parts = np.split(ids, ends[:-1]) if lengths else []
+        segments = [
+            _segment(part, each, rewards.get((place, end), 0.0))
+            for part, each, end in zip(parts, sequence["segments"], ends, strict=True)
+        ]
         if segments:
             made.append(Trajectory(number + len(made), group, row, segments))
     return made
@@ -64,12 +70,11 @@ def columns_of_session(told: dict[str, Any], number: int, group: int, row: int) 
     return columns_of(trajectories_of(told, number, group, row)).with_rows(score=scores)
 
 
-def _segment(ids: Ints, told: dict[str, Any]) -> Segment:
+def _segment(ids: Ints, told: dict[str, Any], reward: float) -> Segment:
     if not told["sampled"]:
         return Segment(ids)
     logprobs: Floats = np.asarray(told["logprobs"], np.float32)
     if len(logprobs) != len(ids):
         raise ValueError(f"a segment of {len(ids)} ids has {len(logprobs)} log-probs")
-    return Segment(
-        ids, logprobs, tuple((span["version"], span["start"], span["end"]) for span in told["version_spans"])
-    )
+    spans = tuple((span["version"], span["start"], span["end"]) for span in told["version_spans"])
+    return Segment(ids, logprobs, spans, reward=reward)

@@ -146,7 +146,12 @@ async def test_conversations_of_several_sequences_are_one_sample_each(quartet: Q
     # The reference is the policy of the first step.
     assert np.abs(first["logprobs"] - first["ref_logprobs"]).max() < 1e-4
     scores = await quartet.services.reward.score(first.last_sequences(), timeout_s=60)
-    assert np.abs(scores.columns[SCORE] - first["score"]).max() < 1e-5
+    earned = np.where(first["turn"] == 5, 0.5, 0)
+    assert np.abs(scores.columns[SCORE] + earned - first["score"]).max() < 1e-5
+    for row, rewards in enumerate(first.rows("turn_rewards")):
+        # At the last token of the first response.
+        assert np.flatnonzero(rewards).tolist() == ([len(first.segments(row)[0]) - 1] if earned[row] else [])
+    assert lines[0]["reward/turns"] == pytest.approx(earned.mean())
     values, alone = [
         (await quartet.critic.values(columns, timeout_s=60)).values
         for columns in (first, Columns.of(first.ids, first.sequence_lengths, first.sampled))

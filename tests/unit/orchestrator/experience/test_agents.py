@@ -282,6 +282,21 @@ async def test_what_cannot_be_trained_on_is_a_failure(
         await converse(door, config, solve)
 
 
+async def test_rewards_that_an_agent_sets_are_its_responses(door: Door, config: OrchestratorConfig) -> None:
+    async def solve(task: Task) -> None:
+        door.say(task, ids(7, 8), 10, 11)
+        door.say(task, ids(7, 8, 10, 11, 5), 13)
+        door.held.set_reward(ME.name, task.api_key, 0.5, "chat-2")  # of the first, by the length of its prompt
+        door.held.set_reward(ME.name, task.api_key, 2.0, "")
+
+    had, _ = await converse(door, config, solve)
+    assert [(part.ids.tolist(), part.reward) for part in had.segments if part.sampled] == [
+        ([10, 11], 0.5),
+        ([13], 2.0),
+    ]
+    assert trajectories([had], turns=True)["turn_rewards"].tolist() == [0.0, 0.5, 2.0]
+
+
 async def test_an_agent_may_have_several_sequences(door: Door, config: OrchestratorConfig) -> None:
     assert config.agent is not None
     several = config.model_copy(update={"agent": config.agent.model_copy(update={"sequences": 3})})

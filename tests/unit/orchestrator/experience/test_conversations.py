@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.environments.contract import Answer, Environment, Turn
+from orchestrator.environments.contract import Answer, Environment, Rewarded, Turn
 from orchestrator.experience.answers import Answers
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.conversation import Conversation
@@ -75,6 +75,53 @@ async def test_a_conversation_is_sampled_answered_and_sampled_again(policy_folde
     # The services computed for the whole conversation, once.
     assert stage.fakes.reward.responses() == [[EOS], columns.rows("ids")[0][1:].tolist()]
     assert collected.tokens == 9
+
+
+class Paying(UntilThree):
+    """Gives each response, but the last of an even row, half of its turn's number."""
+
+    def answer(self, turn: Turn) -> Answer:
+        return Rewarded(super().answer(turn), turn.number / 2)
+
+
+async def test_rewards_of_turns_are_at_their_last_tokens_and_in_the_score(policy_folder: Path) -> None:
+    free, paid = Stage(policy_folder, UntilThree()), Stage(policy_folder, Paying())
+    unpaid, collected = await free.collect(2), await paid.collect(2)
+    columns = collected.columns
+    # Responses of 1, 3 and 4 tokens, and one of 1.
+    assert columns.rows("turn_rewards")[0].tolist() == [0.5, 0, 0, 1.0, 0, 0, 0, 1.5]
+    assert columns.rows("turn_rewards")[1].tolist() == [0.5]
+    assert (columns["score"] - unpaid.columns["score"]).tolist() == pytest.approx([3.0, 0.5])
+    assert turns(collected)["reward/turns"] == pytest.approx(1.75)
+    assert "reward/turns" not in turns(unpaid)
+    assert unpaid.columns["turn_rewards"].tolist() == [0.0] * 9
+    assert columns.select().pack() == unpaid.columns.select().pack()
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, "much", None, [1.0]])
+async def test_a_reward_that_is_no_number_is_named(policy_folder: Path, reward: Any) -> None:
+    class Wrong(UntilThree):
+        def answer(self, turn: Turn) -> Answer:
+            return Rewarded(super().answer(turn), reward)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await Stage(policy_folder, Wrong()).collect(1)
+    assert "turn 1: gave the reward" in str(first_of(caught.value))
+
+
+async def test_scores_with_names_and_rewards_of_turns_do_not_go_together(policy_folder: Path) -> None:
+    named = {"kind": "ppo", "rewards": {"a": {"weight": 1}, "b": {"weight": 2}}}
+    stage = Stage(policy_folder, Paying(), algorithm=named)
+    stage.fakes.reward.names, stage.fakes.reward.answer = ("a", "b"), lambda response: (1.0, 2.0)
+    with pytest.raises(ExceptionGroup) as caught:
+        await stage.collect(1)
+    assert str(first_of(caught.value)).startswith("algorithm.rewards: names scores, to which the rewards")
+
+
+def first_of(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def test_each_turn_goes_on_from_the_exact_tokens_with_a_seed_of_its_own(policy_folder: Path) -> None:

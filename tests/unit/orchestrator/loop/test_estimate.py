@@ -197,6 +197,36 @@ def test_normalised_and_clipped_scores() -> None:
     assert seen.count == 2
 
 
+def with_turns(first: list[float], **algorithm: Any) -> Estimated:
+    """BATCH, where turns of the first response had these rewards, which its score of 2 holds."""
+    settings = PPO(**plain(algorithm, gae_lambda=0.5))
+    experience = collected(BATCH).with_sampled(turn_rewards=np.asarray([*first, 0.0], np.float32))
+    batch = Batch.of(experience)
+    made = estimate_advantages(batch, batch.padded(OLD), settings, 0.0, {}, step=1)
+    assert made.returns is not None
+    return Estimated(cut(made.advantages, OLD), cut(made.returns, OLD), made.normalisers, 0.0, made.metrics)
+
+
+def test_a_turns_reward_is_earned_at_its_own_last_token() -> None:
+    # Rewards 0.5 and 1.5, values 0.5 and 1. With lambda 1/2: 1.5 - 1 = 0.5, then 0.5 + 1 - 0.5 + 0.5 / 2 = 1.25.
+    actual = with_turns([0.5, 0.0])
+    check(actual.advantages, [[1.25, 0.5], [-1.0]])
+    check(actual.returns, [[1.75, 1.5], [-1.0]])
+    assert actual.metrics["reward/mean"] == pytest.approx(0.5)
+    # At the last token of all it is where the score is.
+    check(with_turns([0.0, 0.5]).advantages, rows(with_turns([0.0, 0.0]).advantages))
+
+
+def test_a_turns_reward_is_normalised_and_weighed_as_the_score_is() -> None:
+    # The unbiased deviation of 2 and -1 is sqrt(4.5): the score 0.7071 and the turn's 0.2357, each times 2.
+    actual = with_turns([0.5, 0.0], normalise_scores=True, score_weight=2.0, gamma=1.0, critic_gae_lambda=1.0)
+    turn, score = 2 * 0.5 / 4.5**0.5, 2 * 1.5 / 4.5**0.5
+    check(actual.returns, [[score, score - turn], [-score]])
+    # A clip bounds the score, of which the last token has what the turn leaves.
+    clipped = with_turns([0.5, 0.0], score_clip=1.0, gamma=1.0, critic_gae_lambda=1.0)
+    check(clipped.returns, [[1.0, 0.5], [-1.0]])
+
+
 def test_scores_are_not_normalised_unasked() -> None:
     seen = RunningNormaliser().update(torch.zeros(2))
     assert estimate(normalisers={"score": seen}).normalisers == {"score": seen}
