@@ -82,20 +82,15 @@ class DaemonThread(Executor):
         self._thread.join(timeout_s)
 
 
-async def in_thread(work: Callable[[], Result], name: str, *, interrupt: bool = False) -> Result:
+async def in_thread(work: Callable[[], Result], name: str) -> Result:
     """The result of `work`, or its error, from a thread of its own, so that the event loop goes on renewing leases
-    and reading responses. A caller that gives up leaves the thread to itself, or with `interrupt` has it interrupted.
-    Others than an Exception, such as SystemExit, arrive as a RuntimeError."""
+    and reading responses. A caller that gives up leaves the thread to itself. Others than an Exception, such as
+    SystemExit, arrive as a RuntimeError."""
     # Not in a pool: the end of the program would wait for work that hangs.
     thread = DaemonThread(name)
     result = asyncio.get_running_loop().run_in_executor(thread, work)
     thread.shutdown()
-    try:
-        return await result
-    except asyncio.CancelledError:
-        if interrupt:
-            thread.interrupt()
-        raise
+    return await result
 
 
 def _work(waiting: _Waiting) -> None:

@@ -99,7 +99,7 @@ class UserFunction:
                 returned = self.function(given)
             else:
                 call = functools.partial(_outcome, self.function, given)
-                returned, error = await in_thread(call, self._name(given), interrupt=True)
+                returned, error = await in_thread(call, self._name(given))
                 if error is not None:
                     raise error
             # A plain function may give one too, such as a coroutine function that is wrapped in another.

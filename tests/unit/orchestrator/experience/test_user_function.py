@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -271,22 +270,3 @@ async def test_one_that_returns_when_it_is_cancelled_is_late() -> None:
 
     with pytest.raises(Failed, match=r"^took longer than 0\.05 s$"):
         await made(solve, seconds=0.05)(TASK)
-
-
-async def test_a_plain_one_that_is_not_waited_for_is_interrupted() -> None:
-    begun, ended = threading.Event(), threading.Event()
-
-    def solve(task: Task) -> None:
-        try:
-            begun.set()
-            while True:
-                time.sleep(0.01)
-        finally:
-            ended.set()
-
-    asked = asyncio.ensure_future(made(solve)(TASK))
-    assert await asyncio.to_thread(begun.wait, 60)
-    asked.cancel()
-    await asyncio.wait([asked], timeout=60)
-    assert asked.cancelled()
-    assert await asyncio.to_thread(ended.wait, 60)
