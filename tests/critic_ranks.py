@@ -57,6 +57,9 @@ class Trainer:
         self.seen.append(number)
         return list(self.seen)
 
+    def size(self, batch: bytes) -> int:
+        return len(batch)
+
     def fail(self, how: str) -> None:
         raise InvalidArgument(how) if how == "path" else Odd("o", "dd")
 
@@ -113,6 +116,18 @@ class Replica:
                 await rank._making
             group.stop()
             return psutil.Process(gcs).status() == psutil.STATUS_STOPPED
+
+    async def batch_while_stopped(self, raylet: int) -> tuple[bool, int]:
+        """Calls a rank with a batch while the node's raylet is stopped, which has to make room for it; True if the
+        event loop goes on meanwhile, and what the rank got."""
+        group, batch = self._group, bytes(64 << 20)
+        assert group
+        with stopped(raylet) as process:
+            calling = asyncio.ensure_future(group.call(Trainer.size, 60, group.share(batch)))
+            for _ in range(20):
+                await asyncio.sleep(0.05)
+            went_on = process.status() == psutil.STATUS_STOPPED and not calling.done()
+        return went_on, await calling
 
     async def described(self) -> tuple[dict[str, Any], str]:
         assert self._group
@@ -214,10 +229,12 @@ def tried() -> dict[str, Any]:
     pid = ray.get(one.start.remote(), timeout=120)
     found["frozen"] = ray.get(one.lost.remote(int(signal.SIGSTOP)), timeout=120), ended_s(pid)
     found["frozen in its start"] = ray.get(one.frozen_in_its_start.remote(), timeout=120), 0
-    [gcs] = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("gcs_server")]
+    family = psutil.Process().children(recursive=True)
+    gcs, raylet = (next(each for each in family if each.name().startswith(name)) for name in ("gcs_server", "raylet"))
     found["GCS stopped, a start"] = ray.get(one.start_while_stopped.remote(gcs.pid), timeout=120)
     found["GCS stopped, an end"] = ray.get(one.end_while_stopped.remote(gcs.pid), timeout=120)
     pid = ray.get(one.start.remote(), timeout=120)
+    found["raylet stopped, a batch"] = ray.get(one.batch_while_stopped.remote(raylet.pid), timeout=120)
     ray.kill(one)
     found["replica killed"] = ended_s(pid)
     other = replica("5")

@@ -3,9 +3,12 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, TypeVarTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, TypeVarTuple, cast
 
 from quartet.ranks.ranks import Ranks
+from quartet.threads import in_thread
 from quartet.wire.errors import DeadlineExceeded, Internal, ResourceExhausted, ServiceError
 
 GRACE_S = 5.0
@@ -61,16 +64,16 @@ class RankProcess(Protocol):
         """Ends the process at once; does nothing if it has ended. False if it goes on, as a thread does in a call."""
 
 
-class StoreOnce(Protocol):
-    """Stores a value once for all ranks. What it returns stands for the value in a call: each rank fetches it."""
-
-    def __call__(self, value: Value, /) -> Value:
-        """Stores the value."""
+StoreOnce = Callable[[Any], Any]
+"""Stores a value once for all ranks, in a thread. What it returns stands for the value in a call: each rank fetches
+it."""
 
 
-def as_it_is(value: Value, /) -> Value:
-    """The StoreOnce of ranks that get every value with the call."""
-    return value
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A value that is stored before the call that it is an argument of."""
+
+    value: Any
 
 
 class RankGroup:
@@ -82,18 +85,21 @@ class RankGroup:
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[RankProcess], grace_s: float = GRACE_S, share: StoreOnce = as_it_is
+        self, name: str, ranks: Sequence[RankProcess], grace_s: float = GRACE_S, store: StoreOnce | None = None
     ) -> None:
-        """Takes over the processes. Each error begins with `name`."""
-        self.share = share
-        """Stores a large value, such as a batch, before a call that it is an argument of."""
-        self._name = name
+        """Takes over the processes. Each error begins with `name`. Without `store` ranks get every value with the
+        call."""
+        self._name, self._store = name, store
         self._ranks = ranks
         self._grace_s = grace_s
         self._turn = asyncio.Lock()
         self._lost = ""
         self.goes_on = False
         """True if the group has ended, but a rank could not be: it goes on with its call, and keeps its model."""
+
+    def share(self, value: Value) -> Value:
+        """A large value, such as a batch, as an argument of `call`, which stores it once for all ranks."""
+        return value if self._store is None else cast(Value, _Shared(value))
 
     async def start(self, build: Callable[[*Given, Ranks], object], *arguments: *Given, timeout_s: float) -> None:
         """Connects the ranks with one another and builds their trainers: `build(*arguments, ranks)`.
@@ -135,10 +141,26 @@ class RankGroup:
             ServiceError: the method's error; RankFailed, which names rank and error, for any other type of error.
         """
         async with self._turn:
+            what, given = method.__name__, await self._stored(method.__name__, timeout_s, arguments)
             answers: list[Answer] = await self._ask(
-                self._ranks, method.__name__, timeout_s, True, "run", method.__qualname__, *arguments, **options
+                self._ranks, what, timeout_s, True, "run", method.__qualname__, *given, **options
             )
         return answers[0]
+
+    async def _stored(self, what: str, timeout_s: float, arguments: Sequence[Any]) -> list[Any]:
+        """The arguments, the shared ones stored. RanksLost if that takes longer than `timeout_s`."""
+        given, store = [*arguments], self._store
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                for place, each in enumerate(given):
+                    if isinstance(each, _Shared) and store is not None:
+                        # In a thread, as the node's raylet may take long to answer, and the loop has leases to renew.
+                        given[place] = await in_thread(partial(store, each.value), f"{self._name} argument")
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._end(f"{self._name}.{what}: its argument was not stored within {timeout_s:g} s") from None
+        return given
 
     async def some(
         self,

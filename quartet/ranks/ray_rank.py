@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import psutil
@@ -149,13 +149,8 @@ async def _answer(reference: Any) -> Any:
         raise RankDied(str(error).partition("\n")[0]) from None
 
 
-def in_object_store(value: Value, /) -> Value:
-    """Stores a value in Ray's object store; a method of an actor that is called with the reference gets the value."""
-    return cast(Value, ray.put(value))
-
-
 def ray_ranks(name: str, config: LearnerConfig, place: Mapping[str, Any] | None = None) -> RankGroup:
     """The ranks of `config` as Ray actors, not yet started, each with the options `place`; None: with `own_place`."""
     options = own_place(config) if place is None else place
     ranks = [RayRank(name, config, rank, options) for rank in range(config.ranks)]
-    return RankGroup(name, ranks, share=in_object_store)
+    return RankGroup(name, ranks, store=ray.put)

@@ -215,7 +215,7 @@ class CriticModel:
         async with self.turn:
             self._expect_past(past, moment)  # lost while it waited for the step before
             try:
-                shared = [await asyncio.to_thread(self._ranks.share, part) for part in parts]
+                shared = [self._ranks.share(part) for part in parts]
                 metrics = await self._ask(CriticTrainer.train, *shared, **schedule)
                 self._expect_past(past, moment)  # lost as the answer came: new ranks do not hold this step
             except BaseException:

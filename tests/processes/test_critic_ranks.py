@@ -64,6 +64,10 @@ def test_the_event_loop_goes_on_while_rays_gcs_stands_still(found: dict[str, Any
     assert found[f"GCS stopped, {what}"]
 
 
+def test_the_event_loop_goes_on_while_the_raylet_stands_still(found: dict[str, Any]) -> None:
+    assert found["raylet stopped, a batch"] == [True, 64 << 20]
+
+
 @pytest.mark.parametrize("end", ["restored", "replica killed", "replica killed, rank frozen"])
 def test_no_process_stays_behind(found: dict[str, Any], end: str) -> None:
     assert found[end] < SOON_S

@@ -29,7 +29,7 @@ def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1) -> Policy:
         },
         "orchestrator",
     )
-    return Policy(RankGroup("policy", ranks, share=shared), config)
+    return Policy(RankGroup("policy", ranks, store=shared), config)
 
 
 def shared(value: Any, /) -> Any:

@@ -1,6 +1,7 @@
 """The failure of one rank ends the call, and the group too where it cannot go on."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -45,6 +46,39 @@ async def test_a_call_goes_to_all_ranks_and_rank_0_answers() -> None:
     ranks = [FakeRank("a"), FakeRank("b"), FakeRank("c")]
     assert await group(*ranks).call(Trainer.train, 1, 1, seed=2) == "a"
     assert [rank.called for rank in ranks] == [[("run", "Trainer.train", 1, 2)]] * 3
+
+
+async def test_a_large_value_is_stored_once_while_the_loop_goes_on() -> None:
+    ranks, goes_on = [FakeRank("a", "b"), FakeRank("c", "d")], threading.Event()
+    stored: list[int] = []
+
+    def store(value: int) -> tuple[str, int]:
+        assert goes_on.wait(60)
+        stored.append(value)
+        return "stored", value
+
+    ours = RankGroup("policy", ranks, store=store)
+    asked = asyncio.ensure_future(ours.call(Trainer.train, 60, ours.share(7), 2))
+    await asyncio.sleep(0)  # which a store on this loop would hold up for good
+    goes_on.set()
+    assert await asked == "a"
+    assert [rank.called for rank in ranks] == [[("run", "Trainer.train", ("stored", 7), 2)]] * 2
+    assert stored == [7]
+
+
+async def test_a_value_that_is_not_stored_in_time_ends_the_group() -> None:
+    rank, never = FakeRank("a"), threading.Event()
+    ours = RankGroup("policy", [rank], store=lambda value: never.wait(60))
+    with pytest.raises(RanksLost, match=r"policy.train: its argument was not stored within 0.05 s"):
+        await ours.call(Trainer.train, 0.05, ours.share(7))
+    never.set()
+    assert (rank.called, rank.killed) == ([], 1)
+
+    def fails(value: int) -> None:
+        raise MemoryError("the store is full")
+
+    with pytest.raises(MemoryError, match="the store is full"):
+        await (full := RankGroup("policy", [FakeRank("a")], store=fails)).call(Trainer.train, 60, full.share(7))
 
 
 @in_virtual_time
