@@ -8,7 +8,7 @@ from torch import Tensor
 
 from orchestrator.algorithms.advantages import gae, length_lambdas, rewards_to_go, whiten
 from orchestrator.algorithms.groups import compared
-from orchestrator.algorithms.rewards import carry_back
+from orchestrator.algorithms.rewards import by_turn, carry_back
 from quartet.models.numerics import masked_mean
 
 
@@ -26,13 +26,17 @@ class Responses:
     """The critic's values before the update; None without a critic."""
     groups: Tensor
     """Number of each response's group, the responses to one prompt that are compared: [B] int64."""
+    parts: Tensor | None = None
+    """The parts of the scores that turns of a conversation earned, at their last tokens; None without."""
 
     @cached_property
     def earned(self) -> Tensor:
-        """The rewards, those of tokens that are not trained on carried to the last trained token before them."""
+        """The rewards where they are earned: parts of a score at their own tokens, and what tokens that are not trained
+        on have at the last trained token before them."""
+        rewards = self.rewards if self.parts is None else by_turn(self.rewards, self.parts, self.sampled)
         if bool((self.sampled == self.mask).all()):
-            return self.rewards
-        return carry_back(self.rewards, self.sampled, self.mask)
+            return rewards
+        return carry_back(rewards, self.sampled, self.mask)
 
     def gae(self, *, gamma: float, gae_lambda: float | Tensor) -> tuple[Tensor, Tensor]:
         """Generalised advantages and returns from the critic's values, see `advantages.gae`."""

@@ -15,7 +15,6 @@ from orchestrator.algorithms.responses import Responses
 from orchestrator.algorithms.rewards import (
     Normalisers,
     RunningNormaliser,
-    by_turn,
     combined,
     overlong_penalties,
     shape_rewards,
@@ -108,9 +107,9 @@ def estimate_advantages(
     )
     if (parts := batch.turn_rewards) is not None:
         divisor = normalisers[SCORE].deviation if algorithm.normalise_scores else 1.0
-        rewards = by_turn(rewards, parts * (algorithm.score_weight / divisor), sampled)
+        parts = parts * (algorithm.score_weight / divisor)
     values = batch.values if algorithm.needs_critic else None
-    advantages, returns = algorithm.credit(Responses(rewards, sampled, batch.mask, values, batch.groups))
+    advantages, returns = algorithm.credit(Responses(rewards, sampled, batch.mask, values, batch.groups, parts))
 
     metrics = {
         "reward/mean": float(rewards.sum(1).mean()),

@@ -227,6 +227,17 @@ def test_a_turns_reward_is_normalised_and_weighed_as_the_score_is() -> None:
     check(clipped.returns, [[1.0, 0.5], [-1.0]])
 
 
+def test_equal_scores_are_equal_whatever_parts_of_them_turns_earned() -> None:
+    """A float32 sum of the parts may be a rounding away from the score, which a small deviation would make large."""
+    parts = np.asarray([*[0.1] * 4, 0.0, *[0.0] * 5], np.float32)
+    same = [experience(0, [0.0] * 5, [0.0] * 5, [0.0] * 5, 5.3)] * 2
+    batch = Batch.of(collected(same, each=2).with_sampled(turn_rewards=parts))
+    grpo = algorithms()["grpo"](samples_per_prompt=2)
+    made = estimate_advantages(batch, None, grpo, 0.0, {}, step=1)
+    assert made.advantages.tolist() == [0.0] * 10
+    assert made.metrics["reward/mean"] == pytest.approx(5.3)
+
+
 def test_scores_are_not_normalised_unasked() -> None:
     seen = RunningNormaliser().update(torch.zeros(2))
     assert estimate(normalisers={"score": seen}).normalisers == {"score": seen}
