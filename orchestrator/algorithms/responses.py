@@ -31,8 +31,8 @@ class Responses:
 
     @cached_property
     def earned(self) -> Tensor:
-        """The rewards where they are earned: parts of a score at their own tokens, and what tokens that are not trained
-        on have at the last trained token before them."""
+        """The rewards where they are earned: parts of a score at their own tokens, and what tokens have that are not
+        trained on at the last trained token before them."""
         rewards = self.rewards if self.parts is None else by_turn(self.rewards, self.parts, self.sampled)
         if bool((self.sampled == self.mask).all()):
             return rewards
