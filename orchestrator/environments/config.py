@@ -79,7 +79,7 @@ class AgentConfig(Config):
         return self.attempts * (turns * (self.conversation_s + CLEAN_UP_S) + self.attempts * PAUSE_S)
 
 
-KEPT_APART = "set it to true, which keeps the sequences of a trajectory apart, or agent.sequences to 1"
+KEPT_APART = "set it to true, if the model can be packed, which keeps sequences apart, or agent.sequences to 1"
 """Remedy for `packing: false` where an agent may have several sequences."""
 PARTS = 7
 """Responses of the usual length that a conversation with an agent has room for, if nothing else is said: four, and
