@@ -232,7 +232,7 @@ def test_equal_scores_are_equal_whatever_parts_of_them_turns_earned() -> None:
     parts = np.asarray([*[0.1] * 4, 0.0, *[0.0] * 5], np.float32)
     same = [experience(0, [0.0] * 5, [0.0] * 5, [0.0] * 5, 5.3)] * 2
     batch = Batch.of(collected(same, each=2).with_sampled(turn_rewards=parts))
-    grpo = algorithms()["grpo"](samples_per_prompt=2)
+    grpo = algorithms()["grpo"](kind="grpo", samples_per_prompt=2)
     made = estimate_advantages(batch, None, grpo, 0.0, {}, step=1)
     assert made.advantages.tolist() == [0.0] * 10
     assert made.metrics["reward/mean"] == pytest.approx(5.3)
