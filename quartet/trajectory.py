@@ -26,6 +26,10 @@ VersionSpans = tuple[tuple[int, int, int], ...]
 sampled tokens 0 to 4 and version 8 tokens 5 to 8."""
 
 
+LARGEST_REWARD = 1e30
+"""Largest reward of a response: the sum of a conversation's stays finite in 32 bits."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """Tokens that a policy sampled, or that were given."""

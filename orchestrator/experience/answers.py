@@ -1,6 +1,7 @@
 """Answers of an environment: asked for within bounds, and turned into token ids."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from orchestrator.experience.calls import form_of
 from orchestrator.experience.conversation import Conversation
 from orchestrator.experience.user_function import UserFunction
 from quartet.config.base import ConfigError
+from quartet.trajectory import LARGEST_REWARD
 from quartet.wire.codec import Ints
 from quartet.wire.identity import vocabulary_size
 
@@ -167,15 +169,12 @@ def _turn(conversation: Conversation, calls: tuple[Call, ...]) -> Turn:
 
 
 def _reward(given: Any, where: str) -> float:
-    """A reward as a number of float32. ConfigError if it is none."""
-    try:
-        with np.errstate(over="ignore"):
-            reward = np.float32(given)
-        if reward.ndim == 0 and np.isfinite(reward):
+    """A reward as a number, within the bounds of an agent's. ConfigError if it is none."""
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        reward = np.asarray(given)
+        if reward.ndim == 0 and reward.dtype.kind in "biuf" and abs(float(reward)) <= LARGEST_REWARD:
             return float(reward)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ConfigError(f"{where}: gave the reward {repr(given)[:80]}; should be a finite number")
+    raise ConfigError(f"{where}: gave the reward {repr(given)[:80]}; should be a number, {LARGEST_REWARD:g} at most")
 
 
 def _is_messages(answer: Any) -> TypeGuard[Messages]:

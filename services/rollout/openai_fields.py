@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from quartet.trajectory import LARGEST_REWARD
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.json_bounds import MOST_ELEMENTS, check_bounds
 from quartet.wire.json_object import json_object
@@ -31,8 +32,6 @@ MOST_MESSAGES = 4096
 """Most messages of one request."""
 LONGEST_TO_TOKENIZE = 512 << 10
 """Most bytes of a body with text to tokenise: nothing else bounds it, as the length of a model bounds a prompt."""
-LARGEST_REWARD = 1e30
-"""Largest reward of a response: the sum of a session's stays finite in 32 bits."""
 LONGEST_SALT = 1024
 """Most characters of what divides the cache; vLLM's own limit."""
 MOST_AT_ONCE = 1024

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet.trajectory import Segment, columns_of
+from quartet.trajectory import LARGEST_REWARD, Segment, columns_of
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from services.rollout import sessions as module
-from services.rollout.openai_fields import LARGEST_REWARD
 from services.rollout.session_terms import KEPT_S, Terms
 from services.rollout.session_trajectory import as_json, columns_of_session, trajectories_of
 from services.rollout.sessions import MOST_TURNS, NOTHING, Sessions
