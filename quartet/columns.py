@@ -258,17 +258,23 @@ class Columns:
             return None
         return [np.flatnonzero(row) for row in np.split(self.begins[self.answered], self.responses.ends[:-1])]
 
+    def apart(self) -> "Columns":
+        """Each sequence as a trajectory of its own, without the columns of one number per trajectory: the pass of a
+        model that is not trained need not hold all of one."""
+        if self.begins is None:
+            return self
+        columns = {name: column for name, column in self.columns.items() if column[0] != "row"}
+        return Columns(self.ids, self.sequence_lengths, self.sampled, columns)
+
     def last_sequences(self) -> "Columns":
         """The last sequence of each trajectory as a trajectory of its own, with the columns of one number per
         trajectory."""
         if self.begins is None:
             return self
-        firsts = np.flatnonzero(self.begins | self._first)
-        last = firsts[np.searchsorted(firsts, self.starts + self.lengths) - 1]
-        lengths = self.starts + self.lengths - last
-        at = np.repeat(last - _starts(lengths), lengths) + np.arange(int(lengths.sum()))
-        rows = {name: column for name, column in self.columns.items() if column[0] == "row"}
-        return Columns(self.ids[at], lengths.astype(np.int32), self.sampled[at], rows)
+        rows = {name: values for name, (kind, values) in self.columns.items() if kind == "row"}
+        ends = np.cumsum(self.sequence_lengths, dtype=np.int64)
+        last = np.searchsorted(ends, np.cumsum(self.lengths, dtype=np.int64))
+        return self.select().apart().take(last).with_rows(**rows)
 
     def segments(self, row: int) -> list[Array]:
         """The ids of each segment of a trajectory after its prompt, as views: sampled, given, sampled."""

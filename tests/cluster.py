@@ -207,7 +207,7 @@ async def running_quartet(
     raw["applications"][0]["args"]["model"] = str(_with_template(policy, folder / "policy-with-template"))
     raw["security"] = {"http": True}
     for application in raw["applications"]:
-        if application["name"] in ("reference", "critic"):
+        if application["name"] == "critic":
             application["args"]["packing"] = True  # as `quartet init` sets it for such a model
     adapt(raw)
     imported = preloaded.make_folder()

@@ -87,7 +87,7 @@ def _communicator(config: LearnerConfig) -> int:
 
 
 def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool, longest: int = 0) -> int:
-    """Memory of a reference or reward model; a pass holds one trajectory of `longest` tokens at least."""
+    """Memory of a reference or reward model; a pass holds one sequence of `longest` tokens at least."""
     shape = shape if logits else shape.body
     width, tokens = BYTES[config.dtype], max(config.batch_tokens, longest)
     head = tile_bytes(shape, tokens, width) if logits else 0
@@ -120,8 +120,7 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
         # A frozen model with several GPUs has its layers divided among them.
         whole = isinstance(section, RolloutConfig)
         workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
-        # A reward model gets the last sequence of a trajectory alone.
-        longest = run.longest_sequence[0] if isinstance(section, RewardConfig) else run.longest_trajectory
+        longest, _ = run.longest_sequence
         size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket, longest)
         if isinstance(section, RolloutConfig) and weights.stage == "gpu":
             size += copy_bytes(section, shape_at)  # of weights received and not committed
@@ -130,7 +129,7 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
     for name, given in deployment.learners().items():
         if given.num_gpus:
             policy = name == POLICY
-            # A trajectory is never divided: a pass holds one at least.
+            # A trajectory is trained on as a whole: a pass holds one at least.
             most = max(given.micro_batch_tokens, run.longest_trajectory)
             config = given.model_copy(update={"micro_batch_tokens": most})
             size = rank_bytes(config, shape_at(config.model), logits=policy, bucket=bucket if policy else 0)
@@ -181,7 +180,7 @@ def released(section: Config, shape_at: Callable[[str], ModelSize], bucket: int 
 def service_bytes(
     section: Config, gpu: int, shape_at: Callable[[str], ModelSize], bucket: int = 0, longest: int = 0
 ) -> int:
-    """Memory of one process of a service that trains no model, with trajectories of `longest` tokens."""
+    """Memory of one process of a service that trains no model, with sequences of `longest` tokens."""
     if isinstance(section, RolloutConfig):
         return engine_bytes(section, shape_at(section.model), gpu, bucket)
     logits = isinstance(section, ReferenceConfig)

@@ -60,7 +60,7 @@ class AgentConfig(Config):
     sequences: Annotated[int, Field(ge=1, le=64)] = 1
     """Most sequences of a conversation. A request that does not go on from all tokens of an earlier one and its
     response begins another: an agent that shortens its history, or asks several things side by side, has several.
-    `max_tokens` bounds each of them. More than 1 needs `packing: true` of policy, critic and reference."""
+    `max_tokens` bounds each of them. More than 1 needs `packing: true` of policy and critic."""
     attempts: Count = 3
     """Times that a conversation is begun, if the agent fails or is late, before the run ends."""
 

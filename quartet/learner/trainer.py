@@ -58,13 +58,13 @@ class Trainer:
     ) -> Floats:
         """The model's numbers for the sampled tokens of a batch: `outputs(model, pairs)`, [R, C] -> [M]. With `last`
         the model sees the last token of each trajectory too."""
-        bare, by_row = batch.select(), dict[int, Floats]()
-        for each in self.learner.passes(batch.prompts, batch.responses):
+        bare, by_row = batch.select().apart(), dict[int, Floats]()
+        for each in self.learner.passes(bare.prompts, bare.responses):
             pairs = self.learner.tensors(bare.take(each.rows), last=last)
             numbers = outputs(self.learner.model, pairs)
             if each.counts:
                 by_row |= dict(zip(each.rows, pairs.unpad(numbers), strict=True))
-        return self.learner.shared(by_row, batch.responses.lengths.tolist())[batch.response_mask]
+        return self.learner.shared(by_row, bare.responses.lengths.tolist())[bare.response_mask]
 
     def train(
         self, batch: Columns, objective: Objective, schedule: Schedule, *, keep: bool = False

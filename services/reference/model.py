@@ -70,14 +70,15 @@ class FrozenModel:
     @torch.inference_mode()
     def logprobs(self, trajectories: Columns, distribution: Distribution) -> Floats:
         """The log-probs log pi_ref(y_t | prefix) of the sampled tokens, [M]."""
+        apart = trajectories.apart()
 
         def compute(pairs: PairTensors) -> list[Floats]:
             return pairs.unpad(distribution.asked_of(self.model, pairs)[0])
 
         with self._residence.use():
-            rows = self._passes.run(compute, trajectories)
+            rows = self._passes.run(compute, apart)
         flat: Floats = np.concatenate([np.empty(0, np.float32), *rows])
-        return flat[trajectories.response_mask]
+        return flat[apart.response_mask]
 
     def check(self) -> None:
         """Raises if the model cannot compute; for health checks. Does not move offloaded weights."""

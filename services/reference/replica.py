@@ -53,7 +53,7 @@ class Reference(HealthMixin):
         prepare_replica()
         frozen = (load or FrozenModel)(config, default_device(), gpu_count())
         tokenizer = load_tokenizer(config.model)
-        self._question, self._packing = Question, config.packing
+        self._question = Question
         self._tokens = vocabulary_size(tokenizer)
         self._distribution = partial(Distribution, vocabulary=self._tokens)
         self._admission = Admission(config.limits)
@@ -84,9 +84,7 @@ class Reference(HealthMixin):
         asked = self._asked(request, temperature)
         data, model = request.trajectories, self._model
         with self._admission.admitted(share, *Columns.measure(data, "trajectories"), "trajectories"):
-            trajectories = Columns.received(
-                data, {}, vocab_size=model.vocab_size, max_length=model.max_length, packing=self._packing
-            )
+            trajectories = Columns.received(data, {}, vocab_size=model.vocab_size, max_length=model.max_length)
             call = TokenCall(trajectories, lambda trajectory: self._question(trajectory, asked))
             await self._batcher.submit(share, call)
         return pb.LogprobsResponse(ref_logprobs=pack_floats(call.out))

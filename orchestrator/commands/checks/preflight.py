@@ -11,7 +11,6 @@ from orchestrator.commands.checks.fitting import (
     ends_without_token,
     idle_critics,
     misfits_of_critic,
-    misfits_of_packing,
     misfits_of_reward,
     misfits_of_rollout,
     old_tokens,
@@ -212,8 +211,6 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
         if isinstance(section, RolloutConfig | ReferenceConfig):
             service = "rollout" if isinstance(section, RolloutConfig) else "reference"
             yield from unlike_dtypes(config, service, section.dtype, f"applications.{name}.args.dtype")
-        if isinstance(section, ReferenceConfig | CriticConfig):
-            yield from misfits_of_packing(config, section, name)
         if isinstance(section, RolloutConfig):
             yield from misfits_of_rollout(config, section, name)
         if isinstance(section, RewardConfig):

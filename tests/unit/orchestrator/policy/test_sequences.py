@@ -53,28 +53,39 @@ def batch() -> Columns:
     return columns.with_sampled(old_logprobs=old, advantages=advantages)
 
 
-def apart(batch: Columns) -> Columns:
-    """Each sequence as a trajectory: the sampled tokens are the same, in the same order."""
-    columns = Columns.of(batch.ids, batch.sequence_lengths, batch.sampled)
-    return columns.with_sampled(**{name: batch[name] for name in ("logprobs", "old_logprobs", "advantages")})
-
-
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("tokens", [1, 60, 1000])
 def test_log_probs_and_values_are_those_of_the_sequences_alone(
-    policy_folder: Path, reward_folder: Path, batch: Columns, tokens: int
+    policy_folder: Path, reward_folder: Path, batch: Columns, tokens: int, packing: bool
 ) -> None:
-    single = apart(batch)
+    single = batch.apart()
     assert (len(batch), len(single)) == (4, 7)
-    packed = make_trainer(policy_folder, packing=True, micro_batch_tokens=tokens)
+    packed = make_trainer(policy_folder, packing=packing, micro_batch_tokens=tokens)
     expected = make_trainer(policy_folder).logprobs(single)
     np.testing.assert_allclose(packed.logprobs(batch), expected, atol=1e-5)
-    reference = ReferenceConfig(model=str(policy_folder), dtype="float32", packing=True, batch_tokens=tokens)
+    reference = ReferenceConfig(model=str(policy_folder), dtype="float32", packing=packing, batch_tokens=tokens)
     frozen = FrozenModel(reference, torch.device("cpu"))
     np.testing.assert_allclose(frozen.logprobs(batch, Distribution(TEMPERATURE)), expected, atol=1e-5)
     critic: dict[str, Any] = {"model": str(reward_folder), "optimizer": OptimizerConfig(learning_rate=1e-3)}
-    packed_critic = CriticTrainer(CriticConfig(**critic, packing=True, micro_batch_tokens=tokens))
+    packed_critic = CriticTrainer(CriticConfig(**critic, packing=packing, micro_batch_tokens=tokens))
     values = CriticTrainer(CriticConfig(**critic)).values(single)
     np.testing.assert_allclose(packed_critic.values(batch), values, atol=1e-5)
+
+
+def test_a_pass_that_trains_nothing_need_not_hold_a_whole_trajectory(policy_folder: Path, batch: Columns) -> None:
+    """A caller of the service chooses how many sequences a trajectory has."""
+    frozen = FrozenModel(
+        ReferenceConfig(model=str(policy_folder), dtype="float32", packing=True, batch_tokens=1), torch.device("cpu")
+    )
+    held, forward = [], frozen.model.forward
+
+    def counted(*inputs: Any, **options: Any) -> Any:
+        held.append(options["input_ids"].numel())
+        return forward(*inputs, **options)
+
+    frozen.model.forward = counted  # type: ignore[method-assign]
+    frozen.logprobs(batch, Distribution(TEMPERATURE))
+    assert max(held) < int(batch.sequence_lengths.max()) < int(batch.lengths.max())
 
 
 @pytest.mark.parametrize("tokens", [1, 1000])
@@ -86,7 +97,7 @@ def test_they_are_trained_on_as_one_trajectory(
     trainer = make_trainer(policy_folder, packing=True, micro_batch_tokens=tokens, reduction=reduction)
     before = weights(trainer)
     metrics = trainer.train(batch, 0.0, seed=0)
-    single = apart(batch)
+    single = batch.apart()
     if reduction == "trajectories":
         share = batch.size("sampled") / (len(batch) * batch.counts)
         single = single.with_sampled(advantages=batch["advantages"] * share[batch.owners].astype(np.float32))

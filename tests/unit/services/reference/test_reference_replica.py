@@ -37,7 +37,7 @@ def reference() -> Any:
         def check(self) -> None:
             """Finds nothing wrong."""
 
-    made._question, made._distribution, made._packing = Question, Distribution, False
+    made._question, made._distribution = Question, Distribution
     made._tokens = 60
     made._admission = Admission(LimitsConfig(max_call_rows=16))
     made._batcher = Batcher(partial(answers, Echo()), batch_tokens=8, batch_s=10)
@@ -83,13 +83,10 @@ async def test_what_was_given_between_sampled_tokens_has_no_log_prob(reference: 
     assert unpack_floats(reply.ref_logprobs, "x").tolist() == [5, 6, 8, 4]
 
 
-async def test_several_sequences_are_for_a_model_that_keeps_them_apart(reference: Any) -> None:
+async def test_several_sequences_are_one_trajectory(reference: Any) -> None:
     """Given 1, sampled 5, and a further sequence: given 2, sampled 6 and 7."""
     sampled, begins = (np.asarray(row, bool) for row in ([0, 1, 0, 1, 1], [0, 0, 1, 0, 0]))
     columns = Columns.of(np.asarray([1, 5, 2, 6, 7], np.int32), np.asarray([5], np.int32), sampled, begins)
     request = pb.LogprobsRequest(trajectories=columns.pack())
-    with pytest.raises(InvalidArgument, match=r"^trajectories.begins: .* need `packing: true`"):
-        await reference.Logprobs(request, Context())
-    reference._packing = True
     reply = await reference.Logprobs(request, Context())
     assert unpack_floats(reply.ref_logprobs, "x").tolist() == [5, 6, 7]
