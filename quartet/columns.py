@@ -186,6 +186,12 @@ class Columns:
         return np.diff(np.flatnonzero(self.begins | self._first), append=self.tokens).astype(np.int32)
 
     @cached_property
+    def sequence_owners(self) -> NDArray[np.int64]:
+        """[S] the trajectory of each sequence."""
+        ends = np.cumsum(self.sequence_lengths, dtype=np.int64)
+        return np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), ends)
+
+    @cached_property
     def sampled_at(self) -> NDArray[np.int64]:
         """[M] index of each sampled token in `ids`; it is predicted at the token before."""
         return np.flatnonzero(self.sampled)
@@ -250,17 +256,9 @@ class Columns:
         first[ends[ends < len(mask)]] = True
         return np.split(at - np.maximum.accumulate(np.where(first, at, 0)), ends[:-1])
 
-    @cached_property
-    def sequence_starts(self) -> list[Array] | None:
-        """For each trajectory the indices in its `responses` [T] at which further sequences begin; None where each
-        is one sequence."""
-        if self.begins is None:
-            return None
-        return [np.flatnonzero(row) for row in np.split(self.begins[self.answered], self.responses.ends[:-1])]
-
     def apart(self) -> "Columns":
-        """Each sequence as a trajectory of its own, without the columns of one number per trajectory: the pass of a
-        model that is not trained need not hold all of one."""
+        """Each sequence as a trajectory of its own, as a model takes them, without the columns of one number per
+        trajectory. The sampled tokens stay in their order."""
         if self.begins is None:
             return self
         columns = {name: column for name, column in self.columns.items() if column[0] != "row"}
@@ -474,14 +472,12 @@ class Columns:
         *,
         vocab_size: int,
         max_length: int,
-        packing: bool = True,
         field: str = "trajectories",
     ) -> "Columns":
         """Reads what a caller sent for a model: at least one trajectory, each with a sampled token.
 
         Raises:
-            InvalidArgument: as `unpack` and `check_model` do, or if something to be computed is missing; or if one
-                has several sequences, and the model does not take them packed.
+            InvalidArgument: as `unpack` and `check_model` do, or if something to be computed is missing.
         """
         columns = cls.unpack(data, schema, field)
         if not len(columns):
@@ -490,11 +486,6 @@ class Columns:
         if not (columns.counts > 0).all():
             raise InvalidArgument(
                 f"{field}.sampled: trajectory {int(np.argmin(columns.counts))} has no sampled token"
-            )
-        if columns.begins is not None and not packing:
-            raise InvalidArgument(
-                f"{field}.{BEGINS}: trajectories of several sequences need `packing: true` where the model is "
-                "deployed, which keeps them apart"
             )
         return columns
 

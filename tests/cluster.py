@@ -206,9 +206,6 @@ async def running_quartet(
     raw = configuration(policy, reward, write_prompts(folder), http, grpc_port)
     raw["applications"][0]["args"]["model"] = str(_with_template(policy, folder / "policy-with-template"))
     raw["security"] = {"http": True}
-    for application in raw["applications"]:
-        if application["name"] == "critic":
-            application["args"]["packing"] = True  # as `quartet init` sets it for such a model
     adapt(raw)
     imported = preloaded.make_folder()
     for application in raw["applications"]:

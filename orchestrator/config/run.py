@@ -16,7 +16,7 @@ from orchestrator.config.services import ServiceConfig, ServicesConfig, Target
 from orchestrator.config.unscored import UnscoredConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.environments.agent import RESULT
-from orchestrator.environments.config import KEPT_APART, AgentConfig, EnvironmentConfig
+from orchestrator.environments.config import AgentConfig, EnvironmentConfig
 from quartet.config.base import Config, Count, Seconds, matching
 from quartet.config.learner import PolicyConfig
 
@@ -183,11 +183,6 @@ class OrchestratorConfig(Config):
         return needed, f"orchestrator.data.max_prompt_length + orchestrator.{follows} is {needed}"
 
     @property
-    def longest_trajectory(self) -> int:
-        """Most tokens of a sample, whose sequences are in one pass of a model."""
-        return self.longest_sequence[0] * (1 if self.agent is None else self.agent.sequences)
-
-    @property
     def early_logprobs(self) -> bool:
         """True if the learner takes log-probs of finished samples while others are still sampled: at lock-step, where
         its weights stay the same meanwhile, unless it has given its memory to the engines."""
@@ -291,8 +286,6 @@ class OrchestratorConfig(Config):
                 f"agent.max_tokens ({agent.max_tokens}) must be at least sampling.max_new_tokens "
                 f"({sampling.max_new_tokens}), which a response may have"
             )
-        if agent.sequences > 1 and not self.policy.packing:
-            yield f"policy.packing: false, but agent.sequences is {agent.sequences}; {KEPT_APART}"
         if sampling.min_new_tokens or sampling.stop_token_ids:
             yield (
                 "sampling: min_new_tokens and stop_token_ids are for responses that the run asks for; leave them out "

@@ -111,6 +111,7 @@ def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int, bucket: int 
 def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], ModelSize]) -> list[Footprint]:
     """All processes of a deploy file on GPUs of `gpu` bytes. `shape_at` returns the sizes of a folder's model."""
     run, weights = deployment.orchestrator, deployment.orchestrator.weights
+    longest, _ = run.longest_sequence
     parts = []
     bucket = bucket_bytes(shape_at(run.policy.model), run)
     for placed in deployment.placed():
@@ -120,7 +121,6 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
         # A frozen model with several GPUs has its layers divided among them.
         whole = isinstance(section, RolloutConfig)
         workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
-        longest, _ = run.longest_sequence
         size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket, longest)
         if isinstance(section, RolloutConfig) and weights.stage == "gpu":
             size += copy_bytes(section, shape_at)  # of weights received and not committed
@@ -129,9 +129,8 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
     for name, given in deployment.learners().items():
         if given.num_gpus:
             policy = name == POLICY
-            # A trajectory is trained on as a whole: a pass holds one at least.
-            most = max(given.micro_batch_tokens, run.longest_trajectory)
-            config = given.model_copy(update={"micro_batch_tokens": most})
+            # A sequence is never divided: a pass holds one at least.
+            config = given.model_copy(update={"micro_batch_tokens": max(given.micro_batch_tokens, longest)})
             size = rank_bytes(config, shape_at(config.model), logits=policy, bucket=bucket if policy else 0)
             if policy and (weights.backend == "cuda-ipc" or weights.stage == "gpu"):
                 size += copy_bytes(config, shape_at) // weights.senders  # of the weights that are sent

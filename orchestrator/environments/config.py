@@ -60,7 +60,7 @@ class AgentConfig(Config):
     sequences: Annotated[int, Field(ge=1, le=64)] = 1
     """Most sequences of a conversation. A request that does not go on from all tokens of an earlier one and its
     response begins another: an agent that shortens its history, or asks several things side by side, has several.
-    `max_tokens` bounds each of them. More than 1 needs `packing: true` of policy and critic."""
+    `max_tokens` bounds each of them."""
     attempts: Count = 3
     """Times that a conversation is begun, if the agent fails or is late, before the run ends."""
 
@@ -79,8 +79,6 @@ class AgentConfig(Config):
         return self.attempts * (turns * (self.conversation_s + CLEAN_UP_S) + self.attempts * PAUSE_S)
 
 
-KEPT_APART = "set it to true, if the model can be packed, which keeps sequences apart, or agent.sequences to 1"
-"""Remedy for `packing: false` where an agent may have several sequences."""
 PARTS = 7
 """Responses of the usual length that a conversation with an agent has room for, if nothing else is said: four, and
 three answers of the agent's as long."""

@@ -37,10 +37,11 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """One micro-batch: some trajectories of a minibatch, as a model takes them, in R rows of C columns."""
+    """One micro-batch: some sequences of a minibatch, as a model takes them, in R rows of C columns. A trajectory is
+    one, but for those of agents, which may be several."""
 
     rows: Sequence[int]
-    """The trajectories' numbers in the batch; none where the pass is computed only because other ranks need it in
+    """The sequences' numbers in the minibatch; none where the pass is computed only because other ranks need it in
     their collectives. Everything that such a pass adds has to be zero."""
     pairs: PairTensors
     """The model's input."""

@@ -41,7 +41,7 @@ class Kept:
     rows: list[int]
     """The trajectories of that step."""
     passes: list[tuple[Sequence[int], PairTensors, Tensor]] = field(default_factory=list)
-    """This rank's passes: trajectories, the model's input, and the numbers, [R, C]."""
+    """This rank's passes: sequences of these, the model's input, and the numbers, [R, C]."""
 
 
 class Trainer:
@@ -112,10 +112,10 @@ class Trainer:
         kept, self._kept = self._kept, Kept(Columns.of_pairs([], []), [])
         numbers: list[Floats] = [np.empty(0, np.float32)] * len(kept.batch)
         part, by_row = kept.batch.take(kept.rows), dict[int, Floats]()
-        places = {row: index for index, row in enumerate(kept.rows)}
         for rows, pairs, computed in kept.passes:
-            by_row |= zip((places[row] for row in rows), pairs.unpad(computed), strict=True)
-        flat = self.learner.shared(by_row, part.responses.lengths.tolist())[part.response_mask]
+            by_row |= zip(rows, pairs.unpad(computed), strict=True)
+        apart = part.apart()
+        flat = self.learner.shared(by_row, apart.responses.lengths.tolist())[apart.response_mask]
         for row, own in zip(kept.rows, np.split(flat, np.cumsum(part.counts)[:-1]), strict=False):
             numbers[row] = own
         return numbers
@@ -132,29 +132,32 @@ class Trainer:
     def _micro_batches(
         self, batch: Columns, chosen: Sequence[int], counts: Sequence[int], objective: Objective
     ) -> list[Micro]:
-        """This rank's micro-batches of a minibatch: those trajectories of the batch, of which so many tokens are
-        trained on."""
+        """This rank's micro-batches of a minibatch: the sequences of those trajectories of the batch, of which so
+        many tokens are trained on."""
         part, scales = batch.take(chosen), factors(objective.reduction, counts)
         tokens, trajectories = sum(counts), sum(units("trajectories", counts))
+        apart = part.apart()
+        shares = None if scales is None else [scales[owner] for owner in part.sequence_owners]
 
         def micro(one: Pass) -> Micro:
             rows = list(one.rows)
-            own = part.take(rows)
+            own = apart.take(rows)
             pairs = self.learner.tensors(own, last=objective.last)
             sampled = None if own.single_turn else _rows(own, own.response_mask)
             marks = sampled if "trained" not in own else _rows(own, own.on_responses(own["trained"]))
+            weights = None if shares is None else _constant([shares[i] for i in rows], pairs.lengths)
             return Micro(
-                rows=[chosen[i] for i in rows] if one.counts else (),
+                rows=rows if one.counts else (),
                 pairs=pairs,
                 sampled=pairs.trained(sampled),
                 mask=pairs.trained(marks, counts=one.counts),
                 columns={name: _placed(own, name, pairs) for name in own.columns if name != "trained"},
                 tokens=tokens,
                 trajectories=trajectories,
-                factors=None if scales is None else pairs.spread(_constant([scales[i] for i in rows], pairs.lengths)),
+                factors=None if weights is None else pairs.spread(weights),
             )
 
-        return [micro(one) for one in self.learner.passes(part.prompts, part.responses, group=objective.group)]
+        return [micro(one) for one in self.learner.passes(apart.prompts, apart.responses, group=objective.group)]
 
 
 def _counts(batch: Columns) -> list[int]:

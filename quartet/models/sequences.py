@@ -35,9 +35,7 @@ class PairTensors:
 
     Padded (`pad_pairs`): R = B, prompts padded on the left to P and responses on the right to T, so that all
     responses start in the same column; L = P + T and C = T. Packed (`concatenate_pairs`): R = 1, the pairs one after
-    another, but a prompt that several share is there once; L is the number of tokens and C that of the responses'. A
-    pair may then be several sequences, which do not see each other: what is predicted at the first token of one has
-    no meaning.
+    another, but a prompt that several share is there once; L is the number of tokens and C that of the responses'.
     Both can leave out the last token of each response, from which nothing in it is predicted; C stays as it is.
     """
 
@@ -118,21 +116,16 @@ class PairTensors:
 def pair_tensors(
     trajectories: Columns, device: torch.device, *, packing: bool, last: bool, shared: bool = True
 ) -> PairTensors:
-    """Packs trajectories, prompts `shared` where that gains, or else pads them, each as a prompt with what follows
-    it; with the index of each sampled token in its segment, if there are several. ValueError if one that is several
-    sequences would be padded."""
-    prompts, responses, begins = (
-        list(trajectories.prompts),
-        list(trajectories.responses),
-        trajectories.sequence_starts,
-    )
+    """Packs trajectories of one sequence each, prompts `shared` where that gains, or else pads them, each as a prompt
+    with what follows it; with the index of each sampled token in its segment, if there are several. ValueError if one
+    is several sequences (see `Columns.apart`)."""
+    if trajectories.begins is not None:
+        raise ValueError("a model takes sequences, and some of these trajectories are several: take them apart")
+    prompts, responses, steps = list(trajectories.prompts), list(trajectories.responses), trajectories.turn_steps
     if packing:
-        pairs = concatenate_pairs(prompts, responses, device, last=last, shared=shared, begins=begins)
-    elif begins is None:
-        pairs = pad_pairs(prompts, responses, device, last=last)
+        pairs = concatenate_pairs(prompts, responses, device, last=last, shared=shared)
     else:
-        raise ValueError("packing: trajectories of several sequences have to be packed, which keeps them apart")
-    steps = trajectories.turn_steps
+        pairs = pad_pairs(prompts, responses, device, last=last)
     return pairs if steps is None else replace(pairs, turn_steps=pairs.spread(steps).long())
 
 
@@ -175,7 +168,6 @@ def concatenate_pairs(
     *,
     last: bool = True,
     shared: bool = True,
-    begins: Sequence[Ints] | None = None,
 ) -> PairTensors:
     """Packs B pairs into one row. The model's attention has to keep them apart (`packed_attention` does).
 
@@ -188,46 +180,35 @@ def concatenate_pairs(
         device: the tensors' device.
         last: False leaves out the last token of each response.
         shared: True puts a prompt of several pairs there once where that gains (`sharing`); False never does.
-        begins: the indices in each response at which further sequences begin, of those before its last token; None
-            if each pair is one sequence.
     """
     seen, count = _seen(responses, last), len(prompts)
     groups = sharing(prompts, responses) if shared else [[pair] for pair in range(count)]
     parts: list[Ints] = []
     behind: list[int | None] = []
-    prompt_ends, places, continued, column = [0] * count, [0] * count, [0] * count, 0
-
-    def put(ids: Ints, starts: Ints | list[int], after: int | None = None) -> None:
-        """Appends a piece, behind another or not, and the sequences that begin in it at these indices."""
-        nonlocal column
-        for index, part in enumerate(np.split(ids, starts) if len(starts) else [ids]):
-            parts.append(part)
-            behind.append(None if index else after)
-        column += len(ids)
-
+    prompt_ends, begins, continued, column = [0] * count, [0] * count, [0] * count, 0
     for group in groups:
         first, alone = group[0], len(group) == 1
-        length = len(prompts[first])
         for pair in group:
-            prompt_ends[pair], places[pair], continued[pair] = column + length - 1, column + length, len(parts)
-        if alone:
-            starts = [] if begins is None else [length + int(at) for at in begins[first]]
-            put(np.concatenate([prompts[first], seen[first]]), starts)
-        else:
-            put(prompts[first], [])
+            prompt_ends[pair] = column + len(prompts[first]) - 1
+            begins[pair], continued[pair] = column + len(prompts[first]), len(parts)
+        parts.append(np.concatenate([prompts[first], seen[first]]) if alone else prompts[first])
+        behind.append(None)
+        column += len(parts[-1])
     rests = [pair for group in groups if len(group) > 1 for pair in group if len(seen[pair])]
     for pair in sorted(rests, key=lambda pair: (len(prompts[pair]), len(seen[pair]))):
-        places[pair] = column
-        put(seen[pair], [] if begins is None else begins[pair], continued[pair])
+        begins[pair] = column
+        parts.append(seen[pair])
+        behind.append(continued[pair])
+        column += len(seen[pair])
     pieces = Pieces([len(part) for part in parts], behind)
     starts = [reach - length for reach, length in zip(pieces.reaches, pieces.lengths, strict=True)]
     lengths = tuple(len(response) for response in responses)
-    predictors, tokens = _counted([place - 1 for place in places], lengths), _counted(places, lengths)
+    predictors, tokens = _counted([begin - 1 for begin in begins], lengths), _counted(begins, lengths)
     # The first token of a response is predicted at its prompt's last one, wherever the response lies.
     firsts = np.cumsum([0, *lengths])[:-1]
     some = [pair for pair in range(count) if lengths[pair]]
     predictors[firsts[some]] = [prompt_ends[pair] for pair in some]
-    ends = [at + len(s) - 1 if len(s) else p for at, s, p in zip(places, seen, prompt_ends, strict=True)]
+    ends = [b + len(s) - 1 if len(s) else p for b, s, p in zip(begins, seen, prompt_ends, strict=True)]
     boundaries = _boundaries(pieces.lengths, device)
     return PairTensors(
         input_ids=on_device(np.concatenate(parts).astype(np.int32), device, torch.int64)[None],

@@ -187,10 +187,8 @@ class Critic(HealthMixin):
         )
 
     def _read(self, data: bytes, schema: Schema, field: str) -> Columns:
-        model, packing = self._model, self._config.packing
-        return Columns.received(
-            data, schema, vocab_size=model.vocab_size, max_length=model.max_length, packing=packing, field=field
-        )
+        model = self._model
+        return Columns.received(data, schema, vocab_size=model.vocab_size, max_length=model.max_length, field=field)
 
     def _batch(self, data: bytes) -> Columns:
         """A part of a batch, with the mask of the tokens that are trained on, which a caller may leave out."""

@@ -129,9 +129,6 @@ async def test_what_is_lost_amid_conversations_is_made_up_for(quartet: Quartet, 
 
 async def test_conversations_of_several_sequences_are_one_sample_each(quartet: Quartet) -> None:
     run = with_labels(quartet, "agent-rewrites", agent=REWRITING)
-    raw = yaml.safe_load(run.config.read_text())
-    raw["orchestrator"]["policy"]["packing"] = True
-    run.config.write_text(yaml.safe_dump(raw))
     run.finish()
     lines, steps = read_metrics(run.folder / "metrics.jsonl"), journal(run)
     assert all(line["mismatch/max_abs"] < 1e-4 for line in lines)

@@ -11,7 +11,6 @@ from orchestrator.clients import unlike_backends
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
-from orchestrator.environments.config import KEPT_APART
 from quartet.config.base import ConfigError
 from quartet.config.learner import PolicyConfig
 from quartet.models.device import VISIBLE
@@ -92,12 +91,6 @@ def _too_long_phases(weights: WeightsConfig, section: RolloutConfig, name: str) 
 def misfits_of_critic(config: OrchestratorConfig, section: CriticConfig, name: str) -> Iterator[str]:
     """Reasons for which the critic would take no batch, or no checkpoint, of the run."""
     yield from _other_root(config.checkpoint.root, section.root, name)
-    agent = config.agent
-    if agent is not None and agent.sequences > 1 and not section.packing:
-        yield (
-            f"applications.{name}.args.packing: false, but orchestrator.agent.sequences is {agent.sequences}; "
-            f"{KEPT_APART}"
-        )
     if config.batch_size > (most := section.train_limits.max_call_rows):
         yield (
             f"orchestrator.batch_size: {config.batch_size}, but applications.{name}.args.train_limits.max_call_rows "

@@ -359,13 +359,7 @@ def test_a_trajectory_of_several_sequences() -> None:
     assert columns.sequence_lengths.tolist() == [5, 3, 3, 2, 4, 2]
     assert columns.counts.tolist() == [4, 2, 3]
     assert not columns.single_turn
-    assert columns.sequence_starts is not None
-    assert [each.tolist() for each in columns.sequence_starts] == [[3], [], [1, 5]]
-    assert [row[each].tolist() for row, each in zip(columns.responses, columns.sequence_starts, strict=True)] == [
-        [4],
-        [],
-        [7, 10],
-    ]
+    assert columns.sequence_owners.tolist() == [0, 0, 1, 2, 2, 2]
     assert [part.tolist() for part in columns.segments(0)] == [[100], [3], [101], [4], [102, 103]]
     assert columns.turn_steps is not None
     assert np.concatenate(columns.turn_steps)[columns.response_mask].tolist() == [0, 0, 0, 1, 0, 1, 0, 0, 0]

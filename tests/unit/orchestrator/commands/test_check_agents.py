@@ -141,16 +141,3 @@ def test_what_does_not_go_together_is_named(
     assert any(line.startswith(f"orchestrator: {said}") for line in problems(agents, tmp_path)), problems(
         agents, tmp_path
     )
-
-
-def test_several_sequences_are_for_models_that_keep_them_apart(agents: dict[str, Any], tmp_path: Path) -> None:
-    agents["orchestrator"]["agent"] = AGENT | {"sequences": 2}
-    [line] = problems(agents, tmp_path)
-    assert "policy.packing: false, but agent.sequences is 2; set it to true" in line
-    agents["orchestrator"]["policy"]["packing"] = True
-    [line] = problems(agents, tmp_path)
-    assert line.startswith("applications.critic.args.packing: false")
-    for application in agents["applications"]:
-        if application["name"] == "critic":
-            application["args"]["packing"] = True
-    checked(agents, tmp_path)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from orchestrator.algorithms.contract import KLConfig
 from quartet.columns import Columns
 from quartet.config.learner import OptimizerConfig
 from quartet.models.distribution import Distribution
@@ -88,20 +89,22 @@ def test_a_pass_that_trains_nothing_need_not_hold_a_whole_trajectory(policy_fold
     assert max(held) < int(batch.sequence_lengths.max()) < int(batch.lengths.max())
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("tokens", [1, 1000])
-@pytest.mark.parametrize("reduction", ["tokens", "trajectories"])
+@pytest.mark.parametrize("settings", [{}, {"reduction": "trajectories"}, {"correction": "tis-sequence"}], ids=str)
 def test_they_are_trained_on_as_one_trajectory(
-    policy_folder: Path, batch: Columns, tokens: int, reduction: str
+    policy_folder: Path, batch: Columns, tokens: int, packing: bool, settings: dict[str, Any]
 ) -> None:
-    """With a reduction over trajectories, each of four counts as any other, however many sequences it has."""
-    trainer = make_trainer(policy_folder, packing=True, micro_batch_tokens=tokens, reduction=reduction)
+    """With a reduction over trajectories, each of four counts as any other, however many sequences it has; the
+    correction of a sequence is of each by itself."""
+    trainer = make_trainer(policy_folder, packing=packing, micro_batch_tokens=tokens, **settings)
     before = weights(trainer)
     metrics = trainer.train(batch, 0.0, seed=0)
     single = batch.apart()
-    if reduction == "trajectories":
+    if "reduction" in settings:
         share = batch.size("sampled") / (len(batch) * batch.counts)
         single = single.with_sampled(advantages=batch["advantages"] * share[batch.owners].astype(np.float32))
-    alone = make_trainer(policy_folder, size=7)
+    alone = make_trainer(policy_folder, size=7, **settings | {"reduction": "tokens"})
     wanted = alone.train(single, 0.0, seed=0)
     assert metrics["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
@@ -110,6 +113,20 @@ def test_they_are_trained_on_as_one_trajectory(
     torch.testing.assert_close(moved, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_padding_would_mix_them(batch: Columns) -> None:
-    with pytest.raises(ValueError, match="trajectories of several sequences have to be packed"):
-        pair_tensors(batch, torch.device("cpu"), packing=False, last=False)
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_the_first_step_computed_is_that_of_all_their_tokens(
+    policy_folder: Path, batch: Columns, packing: bool
+) -> None:
+    trainer = make_trainer(policy_folder, packing=packing, micro_batch_tokens=40, kl=KLConfig(coef=0.0))
+    expected = trainer.logprobs(batch)
+    trainer.train(batch.without("old_logprobs"), 0.0, seed=0)
+    computed = trainer.trained_logprobs()
+    assert [len(row) for row in computed] == batch.counts.tolist()
+    np.testing.assert_allclose(np.concatenate(computed), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_model_is_given_sequences(batch: Columns, packing: bool) -> None:
+    with pytest.raises(ValueError, match="take them apart"):
+        pair_tensors(batch, torch.device("cpu"), packing=packing, last=False)
+    assert pair_tensors(batch.apart(), torch.device("cpu"), packing=packing, last=False).lengths
