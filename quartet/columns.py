@@ -106,11 +106,10 @@ class Columns:
             raise ValueError(f"{BEGINS}[{int(np.argmax(wrong))}]: a sampled token; a given one must be first")
         if begins[self.starts].any():
             raise ValueError(f"{BEGINS}: marks the first token of a trajectory; should mark further sequences alone")
-        several = np.repeat(np.add.reduceat(begins, self.starts, dtype=np.int64) > 0, self.lengths)
-        firsts = np.flatnonzero(begins | self._first)
+        firsts, owners = _starts(self.sequence_lengths), self.sequence_owners
         idle = np.add.reduceat(self.sampled, firsts, dtype=np.int64) == 0
-        if (idle & several[firsts]).any():
-            at = int(firsts[np.argmax(idle & several[firsts])])
+        if (wrong := idle & (np.bincount(owners)[owners] > 1)).any():
+            at = int(firsts[np.argmax(wrong)])
             raise ValueError(f"{BEGINS}: the sequence from token {at} on has no sampled token; should have one")
 
     def _check_columns(self, columns: Mapping[str, tuple[Kind, Array]]) -> None:
@@ -171,19 +170,13 @@ class Columns:
         """[B] index of each trajectory's first token in `ids`."""
         return _starts(self.lengths)
 
-    @property
-    def _first(self) -> NDArray[np.bool_]:
-        """[N] True at each trajectory's first token."""
-        first = np.zeros(self.tokens, np.bool_)
-        first[self.starts] = True
-        return first
-
     @cached_property
     def sequence_lengths(self) -> NDArray[np.int32]:
         """[S] tokens of each sequence, S = B where each trajectory is one."""
         if self.begins is None:
             return self.lengths
-        return np.diff(np.flatnonzero(self.begins | self._first), append=self.tokens).astype(np.int32)
+        firsts = np.union1d(self.starts, np.flatnonzero(self.begins))
+        return np.diff(firsts, append=self.tokens).astype(np.int32)
 
     @cached_property
     def sequence_owners(self) -> NDArray[np.int64]:
@@ -270,8 +263,7 @@ class Columns:
         if self.begins is None:
             return self
         rows = {name: values for name, (kind, values) in self.columns.items() if kind == "row"}
-        ends = np.cumsum(self.sequence_lengths, dtype=np.int64)
-        last = np.searchsorted(ends, np.cumsum(self.lengths, dtype=np.int64))
+        last = np.searchsorted(self.sequence_owners, np.arange(len(self)), "right") - 1
         return self.select().apart().take(last).with_rows(**rows)
 
     def segments(self, row: int) -> list[Array]:
@@ -466,13 +458,7 @@ class Columns:
 
     @classmethod
     def received(
-        cls,
-        data: bytes,
-        schema: Schema,
-        *,
-        vocab_size: int,
-        max_length: int,
-        field: str = "trajectories",
+        cls, data: bytes, schema: Schema, *, vocab_size: int, max_length: int, field: str = "trajectories"
     ) -> "Columns":
         """Reads what a caller sent for a model: at least one trajectory, each with a sampled token.
 

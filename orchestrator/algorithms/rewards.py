@@ -36,10 +36,8 @@ def shape_rewards(
         raise ValueError(f"clip must be > 0, or None for no clip, got {clip}")
     if not bool(some.all()):
         raise ValueError("mask has a row without a response token: its score has nowhere to go")
-    steps = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, steps, -1).amax(dim=1, keepdim=True)
     bonus = weight * scores.clamp(-limit, limit).unsqueeze(1)
-    return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(steps == last, bonus, 0.0)
+    return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(_last(mask), bonus, 0.0)
 
 
 def by_turn(rewards: Tensor, parts: Tensor, mask: Tensor) -> Tensor:
@@ -49,10 +47,14 @@ def by_turn(rewards: Tensor, parts: Tensor, mask: Tensor) -> Tensor:
     become 0, 2, 0, 3: no token after it is given credit for it.
     """
     check_masked(mask, rewards=rewards, parts=parts)
-    steps = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, steps, -1).amax(dim=1, keepdim=True)
     own = torch.where(mask, parts, 0.0)
-    return rewards + own - torch.where(steps == last, own.sum(1, keepdim=True), 0.0)
+    return rewards + own - torch.where(_last(mask), own.sum(1, keepdim=True), 0.0)
+
+
+def _last(mask: Tensor) -> Tensor:
+    """True at the last token of each row's mask. [B, T] -> [B, T]."""
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    return steps == torch.where(mask, steps, -1).amax(dim=1, keepdim=True)
 
 
 def overlong_penalties(lengths: Tensor, longest: int | None, *, buffer: int, penalty: float) -> Tensor:

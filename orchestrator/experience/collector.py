@@ -281,12 +281,7 @@ class Collector:
                 "turns none, or have one score without a name"
             )
         earned = np.bincount(columns.owners, rewards, minlength=len(columns))
-        with np.errstate(over="ignore"):
-            scores = (columns["score"] + earned).astype(np.float32)
-        if np.isinf(scores).any():
-            row = int(columns["row"][np.argmax(np.isinf(scores))])
-            raise ConfigError(f"prompt row {row}: its score and the rewards of its turns are beyond float32 together")
-        return columns.with_rows(score=scores)
+        return columns.with_rows(score=(columns["score"] + earned).astype(np.float32))
 
     async def _scores(
         self, columns: Columns, conversations: Sequence[Conversation]

@@ -46,6 +46,7 @@ class UserFunction:
 
     @property
     def on_loop(self) -> bool:
+        """True if it is called on the event loop."""
         return iscoroutinefunction(self.function)
 
     async def attempted(
