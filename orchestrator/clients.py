@@ -14,7 +14,7 @@ from quartet.security import credentials
 from quartet.wire.callers import Purpose, declared
 from quartet.wire.client import ServiceClient
 from quartet.wire.errors import Unavailable
-from quartet.wire.identity import tokenizer_hash, vocabulary_size
+from quartet.wire.identity import model_hash, tokenizer_hash, vocabulary_size
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
@@ -172,6 +172,11 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
     check_models(infos.models, tokenizer, config)
     check_scores(infos.reward, config)
     problems = [*unlike_backends(config, infos.rollout.weight_backend, "the rollout replicas' weight_backend")]
+    if config.pushed_adapters and infos.rollout.model.model_hash != model_hash(config.policy.model):
+        problems.append(
+            f"rollout: {infos.rollout.model.name} has other weights than orchestrator.policy.model "
+            f"({config.policy.model}), and orchestrator.weights.adapters pushes the adapters alone"
+        )
     for service, model in infos.models.items():
         problems += unlike_dtypes(config, service, model.dtype, f"the {service} service's dtype")
     if problems:

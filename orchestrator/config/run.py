@@ -18,7 +18,7 @@ from orchestrator.config.weights import WeightsConfig
 from orchestrator.environments.agent import RESULT
 from orchestrator.environments.config import AgentConfig, EnvironmentConfig
 from quartet.config.base import Config, Count, Seconds, matching
-from quartet.config.learner import PolicyConfig
+from quartet.config.learner import LoraConfig, PolicyConfig
 
 
 class TimeoutsConfig(Config):
@@ -169,6 +169,11 @@ class OrchestratorConfig(Config):
         return self.environment or self.agent
 
     @property
+    def pushed_adapters(self) -> LoraConfig | None:
+        """The policy's adapters, if pushes bring these alone."""
+        return self.policy.lora if self.weights.adapters else None
+
+    @property
     def longest_response(self) -> int:
         """Most tokens after a prompt: of one response, or of a whole conversation."""
         response = self.sampling.max_new_tokens
@@ -266,6 +271,8 @@ class OrchestratorConfig(Config):
                 "algorithm.importance_cap: null turns off the importance weights, but with loop.max_staleness "
                 f"{self.loop.max_staleness} samples come from older policies; give a number such as 2"
             )
+        if self.weights.adapters and self.policy.lora is None:
+            yield "weights.adapters: true, but policy.lora is null, so that all weights are trained; leave it out"
         senders = self.weights.senders
         if senders > self.policy.ranks:
             yield f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})"

@@ -49,6 +49,10 @@ class WeightsConfig(Config):
     in float32, and from 0.05 to 0.25 in bfloat16."""
     attempts: Count = 5
     """Tries of a push; if all fail the run ends with an error."""
+    adapters: bool = False
+    """Push the adapters of `policy.lora` alone, a few MB, with which the engines compute beside the model's own
+    weights: nothing is rounded by a merge, and a push takes milliseconds, but each token of a response takes longer.
+    The rollout service has them in `adapters`."""
     host: Annotated[str, Field(min_length=1)] | None = "127.0.0.1"
     """Address at which the rollout replicas reach the learner. Gloo and the rendezvous store listen there, and a
     replica's gloo on the address of its own machine on the way to it. Null, for replicas on other nodes: the address

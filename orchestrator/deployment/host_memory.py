@@ -103,7 +103,8 @@ def _service(
         # The replica, the engine's core, and the workers unless one is part of the core.
         own = {LIBRARIES: process * (2 + (0 if section.one_process else section.tensor_parallel_size))}
         if stages_on_host(run, section):
-            own[STAGED] = copy_bytes(section, shape_at)  # which its workers share
+            # Which its workers share.
+            own[STAGED] = copy_bytes(shape_at(section.model), section.dtype, section.adapters)
         if not gpu and section.kv_cache_mib is not None:
             own[COMPUTING] = engine_bytes(section, shape_at(section.model), 0) - CONTEXT - GRAPHS
         return own, own
@@ -141,7 +142,8 @@ def _learner(
     elif policy and not rank:
         running[SAVED] = shape.parameters * BYTES[config.dtype]
     if policy and rank < run.weights.senders:
-        backend, share = run.weights.backend, shape.parameters * BYTES[config.dtype] // run.weights.senders
+        backend = run.weights.backend
+        share = copy_bytes(shape, config.dtype, run.pushed_adapters) // run.weights.senders
         if backend != "cuda-ipc" and (backend, run.weights.stage) != ("nccl", "gpu"):
             running[SHARED if backend == "ipc" else SENT] = share
     return running, own | {host_memory.READING: host_memory.read_bytes(config, shape, logits=policy)}

@@ -13,7 +13,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import POLICY, Deployment
 from quartet.config.base import GIB, Config
 from quartet.config.frozen import FrozenConfig
-from quartet.config.learner import LearnerConfig
+from quartet.config.learner import LearnerConfig, LoraConfig
 from quartet.learner.memory import learner_bytes, tile_bytes
 from quartet.models.size import BYTES, ModelSize
 from services.critic.config import CriticConfig
@@ -105,7 +105,9 @@ def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int, bucket: int 
     step = tokens * width * (4 * shape.hidden + 2 * shape.intermediate // size)
     sampling = 3 * config.max_num_seqs * shape.vocabulary * 4
     cache = config.kv_cache_mib << 20
-    return shape.parameters * width // size + cache + step + sampling + pushed + GRAPHS + CONTEXT
+    # The adapters that it computes with, and the same as they came.
+    adapters = 0 if config.adapters is None else 2 * copy_bytes(shape, config.dtype, config.adapters)
+    return shape.parameters * width // size + adapters + cache + step + sampling + pushed + GRAPHS + CONTEXT
 
 
 def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], ModelSize]) -> list[Footprint]:
@@ -123,7 +125,8 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
         workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
         size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket, longest)
         if isinstance(section, RolloutConfig) and weights.stage == "gpu":
-            size += copy_bytes(section, shape_at)  # of weights received and not committed
+            # Of weights received and not committed.
+            size += copy_bytes(shape_at(section.model), section.dtype, section.adapters)
         one = Footprint(placed.name, share / workers, size, *released(section, shape_at))
         parts += [one] * workers * replicas(placed.entry)
     for name, given in deployment.learners().items():
@@ -133,14 +136,15 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
             config = given.model_copy(update={"micro_batch_tokens": max(given.micro_batch_tokens, longest)})
             size = rank_bytes(config, shape_at(config.model), logits=policy, bucket=bucket if policy else 0)
             if policy and (weights.backend == "cuda-ipc" or weights.stage == "gpu"):
-                size += copy_bytes(config, shape_at) // weights.senders  # of the weights that are sent
+                # Of the weights that are sent.
+                size += copy_bytes(shape_at(config.model), config.dtype, run.pushed_adapters) // weights.senders
             parts += [Footprint(name, config.num_gpus, size, *released(config, shape_at, bucket))] * config.ranks
     return parts
 
 
-def copy_bytes(config: LearnerConfig | RolloutConfig, shape_at: Callable[[str], ModelSize]) -> int:
-    """Memory of a push's copy of the weights."""
-    return shape_at(config.model).parameters * BYTES[config.dtype]
+def copy_bytes(shape: ModelSize, dtype: str, adapters: LoraConfig | None) -> int:
+    """Memory of a push's copy of the weights, or of the adapters if it brings these alone."""
+    return (shape.parameters if adapters is None else shape.adapters(adapters.rank)) * BYTES[dtype]
 
 
 def _divided(shape_at: Callable[[str], ModelSize], count: int) -> Callable[[str], ModelSize]:
@@ -161,6 +165,8 @@ def replicas(entry: Mapping[str, Any]) -> int:
 
 def bucket_bytes(shape: ModelSize, config: OrchestratorConfig) -> int:
     """Bytes of the largest bucket of a push: a tensor is never divided, and the embeddings are the largest."""
+    if config.pushed_adapters is not None:
+        return config.weights.bucket_mib << 20
     return max(config.weights.bucket_mib << 20, shape.vocabulary * shape.hidden * BYTES[config.policy.dtype])
 
 

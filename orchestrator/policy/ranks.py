@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
@@ -65,7 +66,8 @@ class Policy:
         """
         ranks = ray_ranks("policy", config.policy)
         arguments = (config.scheduled_policy, config.sized_algorithm, distribution or sampled_from(config))
-        await ranks.start(PolicyTrainer, *arguments, timeout_s=config.timeouts.start_s)
+        build = partial(PolicyTrainer, adapters=config.weights.adapters)
+        await ranks.start(build, *arguments, timeout_s=config.timeouts.start_s)
         return cls(ranks, config)
 
     async def logprobs(self, trajectories: Columns) -> Floats:

@@ -1,5 +1,9 @@
 """Sends the policy's weights, on the ranks of its learner."""
 
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
 from quartet.learner.learner import RankLearner
 from quartet.models.device import gpu_uuid
 from quartet.ranks.rendezvous import node_address
@@ -11,8 +15,10 @@ from quartet.weight_transfer.sender import Sender, make_sender
 class WeightSending:
     """A rank's part in sending the learner's weights to the rollout replicas. Sending ranks are 0 to senders - 1."""
 
-    def __init__(self, learner: RankLearner) -> None:
+    def __init__(self, learner: RankLearner, *, adapters: bool = False) -> None:
+        """`adapters` sends the learner's adapters alone, which replicas compute with beside weights of their own."""
         self._learner = learner
+        self._adapters = adapters
         self._sender: Sender | None = None
         self._backend = ""
         self._place: Place | None = None
@@ -21,7 +27,7 @@ class WeightSending:
     def place(self) -> Place:
         """The place of this sending rank. Its machine has no name if the weights do not fit into shared memory."""
         if self._place is None:
-            size = sum(tensor.nbytes for tensor in self._learner.shapes().values())
+            size = sum(tensor.nbytes for tensor in self._shapes().values())
             uuid = gpu_uuid(self._learner.device)
             self._place = Place(machine() if has_room(size) else "", (uuid,) if uuid else ())
         return self._place
@@ -55,8 +61,14 @@ class WeightSending:
         return self._made_manifest(bucket_bytes).pack()
 
     def _made_manifest(self, bucket_bytes: int) -> Manifest:
-        self._manifest = self._manifest or Manifest.of(self._learner.shapes(), bucket_bytes)
+        self._manifest = self._manifest or Manifest.of(self._shapes(), bucket_bytes)
         return self._manifest
+
+    def _shapes(self) -> Mapping[str, Tensor]:
+        return self._learner.shapes(adapters=self._adapters)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._learner.full_weights(adapters=self._adapters)
 
     def join(self, membership: int, world_size: int) -> None:
         """On the sending ranks: forms the push group together with the replicas."""
@@ -72,9 +84,9 @@ class WeightSending:
         """
         self._learner.check_weights()
         if self._sender is not None:
-            self._sender.load(self._learner.full_weights(), push)
+            self._sender.load(self._weights(), push)
         else:
-            for _ in self._learner.full_weights():
+            for _ in self._weights():
                 pass
 
     def send(self, push: int) -> dict[int, bytes]:

@@ -26,15 +26,22 @@ class PolicyTrainer:
     """
 
     def __init__(
-        self, config: PolicyConfig, algorithm: Algorithm, distribution: Distribution, ranks: Ranks | None = None
+        self,
+        config: PolicyConfig,
+        algorithm: Algorithm,
+        distribution: Distribution,
+        ranks: Ranks | None = None,
+        *,
+        adapters: bool = False,
     ) -> None:
+        """`adapters`: pushes bring the adapters of `config.lora` alone."""
         self._config = config
         self._algorithm = algorithm
         self._distribution = distribution
         model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
         self._learner = RankLearner(add_adapters(model, config.lora), config, ranks)
         self._trainer = Trainer(self._learner)
-        self.sending = WeightSending(self._learner)
+        self.sending = WeightSending(self._learner, adapters=adapters)
         self.snapshots = Snapshots(self._learner, self._write, kind="policy", exported=True)
 
     @property

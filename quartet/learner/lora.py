@@ -1,6 +1,6 @@
 """Low-rank adapters in a model, and the model's own weights with the adapters merged in."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig
 from quartet.learner.tensor_parallel import whole
+from quartet.models.loading import shape_of_causal
 
 GATHER_BYTES = 64 << 20
 """Size of the buckets in which ZeRO 3 gathers weights, about."""
@@ -17,6 +18,8 @@ BASE = "base_layer"
 """Peft's name for the original layer inside a layer with an adapter."""
 NAME = "default"
 """Peft's name for a model's only adapter."""
+_ADAPTER = ".lora_"
+"""Stands between the name of a layer and that of its A or B."""
 
 
 def add_adapters(model: nn.Module, config: LoraConfig | None) -> nn.Module:
@@ -44,6 +47,16 @@ def add_adapters(model: nn.Module, config: LoraConfig | None) -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: {error}") from None
     return model
+
+
+def adapters_for(folder: str, dtype: str, config: LoraConfig) -> dict[str, torch.Tensor]:
+    """Name -> A or B, without data (`meta`), of the adapters that a learner of the model in `folder` would have.
+
+    Raises:
+        ConfigError: as `add_adapters` and `adapters_of`.
+    """
+    model = add_adapters(shape_of_causal(folder, dtype), config)
+    return {weight.name: weight.parameter for weight in adapters_of(model)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +89,7 @@ def weights_of(module: nn.Module) -> Iterator[Weight]:
     """Every parameter except the adapters, with the names and the order of the model without adapters."""
     for name, parameter in module.named_parameters():
         path, _, last = name.rpartition(".")
-        if ".lora_" in name:
+        if _ADAPTER in name:
             continue
         layers = []
         while path.endswith(f".{BASE}"):
@@ -87,11 +100,34 @@ def weights_of(module: nn.Module) -> Iterator[Weight]:
         yield Weight(f"{path}.{last}" if path else last, parameter, adapted[0] if adapted else None)
 
 
-def weight_buckets(module: nn.Module) -> Iterator[list[Weight]]:
-    """Groups the weights into buckets of about GATHER_BYTES, for ZeRO 3."""
+def adapters_of(module: nn.Module) -> Iterator[Weight]:
+    """The adapters' own parameters, A [rank, in] and B [out, rank] of each layer, by the names that peft's files have
+    below `base_model.model`, such as `model.layers.0.self_attn.q_proj.lora_A.weight`.
+
+    Raises:
+        ConfigError: a layer's adapter is not that of one matrix, as with experts that are in one parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if _ADAPTER in name:
+            layer, _, part = name.rpartition(_ADAPTER)
+            if getattr(module.get_submodule(layer), "parameter_name", "weight") != "weight":
+                raise ConfigError(
+                    f"lora: {layer.replace(f'.{BASE}', '')} holds several matrices in one parameter, whose "
+                    "adapters can only be pushed merged; leave weights.adapters out"
+                )
+            yield Weight(f"{layer}{_ADAPTER}{part.replace(f'.{NAME}.', '.')}", parameter)
+
+
+def adapted_layer(name: str) -> str:
+    """The last part of the name of the layer to which an A or B of `adapters_of` belongs, such as `q_proj`."""
+    return name.split(".")[-3]
+
+
+def weight_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
+    """Groups weights into buckets of about GATHER_BYTES, for ZeRO 3."""
     bucket: list[Weight] = []
     size = 0
-    for weight in weights_of(module):
+    for weight in weights:
         bucket.append(weight)
         size += weight.parameter.ds_numel * weight.parameter.element_size()
         if size >= GATHER_BYTES:

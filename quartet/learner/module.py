@@ -15,7 +15,7 @@ from quartet.config.learner import GROUP_ELEMENTS, LearnerConfig, OptimizerConfi
 from quartet.learner.ema import Average
 from quartet.learner.finite import agreed, check_weights
 from quartet.learner.frozen import freeze_attention
-from quartet.learner.lora import weight_buckets, weights_of
+from quartet.learner.lora import Weight, adapters_of, weight_buckets, weights_of
 from quartet.learner.optimizer import OptimizerState, grouped, rate_factor
 from quartet.learner.shards import Pass, shards
 from quartet.learner.tensor_parallel import (
@@ -232,27 +232,31 @@ class TrainedModule:
         collected: Floats = self._data.sums(on_device(flat, self.device)).cpu().numpy()
         return collected
 
-    def shapes(self) -> dict[str, torch.Tensor]:
-        """Name -> parameter as a tensor without data (`meta`), whole even if ranks hold it in pieces."""
+    def shapes(self, *, adapters: bool = False) -> dict[str, torch.Tensor]:
+        """Name -> tensor of `full_weights`, without data (`meta`)."""
         return {
             weight.name: torch.empty(whole_shape(weight.parameter), dtype=weight.parameter.dtype, device="meta")
-            for weight in weights_of(self.module)
+            for weight in self._weights(adapters)
         }
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every parameter's name and whole tensor, in the same order on all ranks; adapters are merged in.
+    def _weights(self, adapters: bool) -> Iterator[Weight]:
+        return adapters_of(self.module) if adapters else weights_of(self.module)
+
+    def full_weights(self, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields every parameter's name and whole tensor, in the same order on all ranks; adapters are merged in, or
+        with `adapters` all that there is.
 
         With ZeRO 3 parameters are gathered bucket by bucket, with tensor parallelism one by one: every rank has to
         exhaust the iterator, and a tensor is valid only until the next one. Otherwise these are the parameters
         themselves.
         """
         if self._config.zero_stage < 3:
-            for weight in weights_of(self.module):
+            for weight in self._weights(adapters):
                 yield weight.name, weight.merged()
             return
         import deepspeed
 
-        for bucket in weight_buckets(self.module):
+        for bucket in weight_buckets(self._weights(adapters)):
             with deepspeed.zero.GatheredParameters([part for weight in bucket for part in weight.parts]):
                 for weight in bucket:
                     yield weight.name, weight.merged()

@@ -8,13 +8,16 @@ services/rollout/vllm.
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import linear
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
     _place_kernel_tensors,
@@ -25,6 +28,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.v1.engine import logprobs
 
 VERSIONS = "==0.32.*"
+ADAPTERS = LoRARequest("policy", 1, "pushed")
+"""Named by requests that are computed with the adapters of the last push. No file holds them."""
 
 
 def register_engine(name: str, module: str, kind: str) -> None:
@@ -130,6 +135,42 @@ def replace_requests(runner: Any, make: Callable[[dict[str, Any]], dict[str, Any
     """Replaces the requests of vLLM's older model runner; the newer one has none, and keeps what it has."""
     if hasattr(runner, "requests"):
         runner.requests = make(runner.requests)
+
+
+def keep_adapters(runner: Any) -> None:
+    """Has a worker keep its adapters at the end of a weight update. vLLM removes them, as it takes each update to
+    bring other weights of the model itself."""
+    runner.reset_lora_state = lambda: None
+
+
+def load_adapters(runner: Any, tensors: Mapping[str, torch.Tensor], rank: int, alpha: float) -> list[str]:
+    """Puts adapters in the place of those that a worker computes with for requests with ADAPTERS.
+
+    Args:
+        runner: the worker's model runner.
+        tensors: each A and B, by names as `adapters_of` (quartet/learner/lora.py) gives them. They are changed.
+        rank: the rank of each adapter.
+        alpha: their products are scaled by alpha / rank.
+
+    Returns:
+        The layers among them that have no place for an adapter.
+    """
+    manager = runner.lora_manager._adapter_manager
+    names = getattr(manager.model, "hf_to_vllm_mapper", None)
+    adapters = LoRAModel.from_lora_tensors(
+        ADAPTERS.lora_int_id,
+        dict(tensors),
+        PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # type: ignore[arg-type]
+        device=str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=names and names.get_rename_mapper(),
+    )
+    manager.remove_adapter(ADAPTERS.lora_int_id)
+    manager.add_adapter(adapters)
+    manager.activate_adapter(ADAPTERS.lora_int_id)
+    homeless = sorted(adapters.loras.keys() - manager.modules.keys())
+    adapters.loras.clear()  # the model has copies
+    return homeless
 
 
 def forget_update(worker: Any) -> bool:

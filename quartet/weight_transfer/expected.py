@@ -1,6 +1,6 @@
 """The weights that a model needs from a push, compared with the manifest before the first byte is sent."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,16 +23,18 @@ class ExpectedWeights:
     """Names, shapes and dtypes of a model's weights in transformers' form. From these an engine makes its own
     weights, which may be fused, divided among workers or packed."""
 
-    def __init__(self, model: nn.Module, dtype: str) -> None:
+    def __init__(self, model: nn.Module, dtype: str, adapters: Mapping[str, torch.Tensor] | None = None) -> None:
         """
         Args:
             model: the learner's model; tensors without data (`meta`) suffice.
             dtype: dtype of the learner and the engine. A weight that `model` has in another dtype may come in either.
+            adapters: those that the learner adds to the model, if pushes bring nothing else.
         """
-        self._needed = {name: _described(weight, dtype) for name, weight in model.named_parameters()}
         # Tied weights have several names. The names after the first are optional.
-        everything = model.named_parameters(remove_duplicate=False)
-        self._known = {name: _described(weight, dtype) for name, weight in everything}
+        everything = dict(model.named_parameters(remove_duplicate=False)) if adapters is None else adapters
+        needed = model.named_parameters() if adapters is None else adapters.items()
+        self._known = {name: _described(weight, dtype) for name, weight in everything.items()}
+        self._needed = {name: self._known[name] for name, _ in needed}
 
     def check(self, manifest: Manifest) -> None:
         """Raises InvalidArgument, which names some differing weights, unless the manifest holds all weights that the
@@ -53,6 +55,11 @@ class ExpectedWeights:
         for name, (shape, dtype) in pushed.items():
             if (mine := self._known.get(name)) and (shape != mine.shape or dtype not in mine.dtypes):
                 yield f"{name} {dtype}{list(shape)} pushed, {'/'.join(sorted(mine.dtypes))}{list(mine.shape)} here"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the weights that a push has to bring."""
+        return {name: weight.shape for name, weight in self._needed.items()}
 
     @property
     def longest_manifest(self) -> int:

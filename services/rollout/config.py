@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 
 from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds
 from quartet.config.functions import PATH
+from quartet.config.learner import LoraConfig
 from quartet.config.limits import LimitsConfig, completed_by
 from services.rollout.engines import ENGINES
 
@@ -61,6 +62,10 @@ class RolloutConfig(Config):
     reasoning_parser: str | None = None
     """Name of vLLM's parser that tells the model's reasoning over HTTP from its answer, such as qwen3. Null: all is
     answer."""
+    adapters: LoraConfig | None = None
+    """The policy's `lora`, where a run pushes its adapters alone (`orchestrator.weights.adapters`): the engine
+    computes with them beside the model's own weights, if vLLM has adapters for the model. Null: pushes bring all
+    weights."""
     limits: Annotated[LimitsConfig, completed_by(_LIMITS)] = _LIMITS
     """Limits on waiting calls, and the shares of callers in them and in the engine. A row is a prompt; its tokens are
     the prompt's plus max_new_tokens. `batch_s` has no effect here: the engine's health is checked while it

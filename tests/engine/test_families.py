@@ -4,7 +4,7 @@ and on the saved model.
 The family of every test run is the one whose pushes went wrong; `-m exhaustive` runs the others (docs/models.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.sampled import sampled_from
 from orchestrator.policy.trainer import PolicyTrainer
+from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.learner.lora import weights_of
+from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.codec import Floats
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel
@@ -36,22 +38,36 @@ STEPS = 5
 CLOSE = 1e-4
 
 
-def each(always: str) -> list[Any]:
+LORA = LoraConfig(rank=4)
+ADAPTED = [name for name in FAMILIES if name not in ("gpt2", "qwen3-moe")]
+"""Families of which vLLM can compute with adapters: not GPT-2, nor experts that are in one parameter."""
+
+
+def each(always: str, names: Iterable[str] = FAMILIES) -> list[Any]:
     """All families; all but `always` only in the exhaustive tier."""
-    return [pytest.param(name, marks=() if name == always else pytest.mark.exhaustive) for name in FAMILIES]
+    return [pytest.param(name, marks=() if name == always else pytest.mark.exhaustive) for name in names]
 
 
 class Agreement:
     """A learner and a reference beside the engine, all from one folder."""
 
-    def __init__(self, engine: EngineProcess, folder: Path, lora: LoraConfig | None = None, **sampling: Any) -> None:
+    def __init__(
+        self,
+        engine: EngineProcess,
+        folder: Path,
+        lora: LoraConfig | None = None,
+        *,
+        adapters: bool = False,
+        **sampling: Any,
+    ) -> None:
         sampling = {"max_new_tokens": 30, "min_new_tokens": 3} | sampling
         self.engine = engine
         self.prompts = PROMPTS
         self.sampling = Sampling(**sampling)
         self.distribution = sampled_from(make_config(folder, sampling=sampling))
         config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=3e-3), lora=lora)
-        self.learner = PolicyTrainer(config, PPO(epochs=1, minibatch_size=6), self.distribution)
+        algorithm = PPO(epochs=1, minibatch_size=6)
+        self.learner = PolicyTrainer(config, algorithm, self.distribution, adapters=adapters)
         self.reference = _reference(folder)
 
     async def sample(self) -> list[Sample]:
@@ -136,24 +152,61 @@ async def test_engine_reference_and_learner_agree(
     assert max(actual.values()) < CLOSE
 
 
-@pytest.mark.parametrize("name", each("qwen2.5"))
-async def test_adapters_are_pushed_merged(engine: EngineProcess, tmp_path: Path, name: str) -> None:
-    folder = FAMILIES[name].make(tmp_path / name)
-    await engine.start(folder)
-    sides = Agreement(engine, folder, LoraConfig(rank=4))
-    samples = await sides.sample()
-    source, before = TrainerSource(sides.learner), sides.weights()
+async def pushes_agree(sides: Agreement, source: TrainerSource) -> dict[str, float]:
+    """Largest difference of log-probs between engine and learner, before training and after each of two pushes. Only
+    what has an adapter moves."""
+    samples, before = await sides.sample(), sides.weights()
     actual = {"fresh": sides.of_learner(samples)}
     for version in (1, 2):
         assert sides.train(samples) < CLOSE
-        await make_pusher(engine, source, make_prover(source)).push(version)
+        await make_pusher(sides.engine, source, make_prover(source)).push(version)
         samples = await sides.sample()
         assert {sample.policy_version for sample in samples} == {version}
         actual[f"version {version}"] = sides.of_learner(samples)
     assert sides.moved(before) == sides.adapted()
     assert sides.of_reference(samples) > 0.01
+    return actual
+
+
+@pytest.mark.parametrize("name", each("qwen2.5"))
+async def test_adapters_are_pushed_merged(engine: EngineProcess, tmp_path: Path, name: str) -> None:
+    folder = FAMILIES[name].make(tmp_path / name)
+    await engine.start(folder)
+    sides = Agreement(engine, folder, LORA)
+    actual = await pushes_agree(sides, TrainerSource(sides.learner))
     print(name, "adapters", actual)
     assert max(actual.values()) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "workers"),
+    [
+        *(pytest.param(*one.values, "gloo", 1, marks=one.marks) for one in each("qwen2.5", ADAPTED)),
+        pytest.param("qwen2.5", "ipc", 1, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3", "ipc", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+async def test_adapters_are_pushed_alone(
+    engine: EngineProcess, tmp_path: Path, name: str, backend: str, workers: int
+) -> None:
+    folder = FAMILIES[name].make(tmp_path / name)
+    own = {"weight_backend": backend, "tensor_parallel_size": workers}
+    await engine.start(folder, adapters=LORA.model_dump(), **own)
+    sides = Agreement(engine, folder, LORA, adapters=True)
+    source = TrainerSource(sides.learner, backend)
+    actual = await pushes_agree(sides, source)
+    sent = Manifest.unpack(await source.manifest()).names
+    assert {name.rpartition(".lora_")[0] for name in sent} == {
+        name.removesuffix(".weight") for name in sides.adapted()
+    }
+    print(name, backend, workers, "adapters alone", actual)
+    assert max(actual.values()) < CLOSE
+
+
+async def test_a_model_for_which_vllm_has_no_adapters_is_named(engine: EngineProcess, tmp_path: Path) -> None:
+    folder = FAMILIES["gpt2"].make(tmp_path / "gpt2")
+    with pytest.raises(ConfigError, match=r"rollout.args.adapters: vLLM has none for GPT2LMHeadModel; leave it"):
+        await engine.start(folder, adapters=LORA.model_dump())
 
 
 async def test_padding_and_early_ends_have_probability_0_on_all_sides(engine: EngineProcess, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from quartet.security.port import on_loopback
 from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.errors import InvalidArgument
+from quartet.wire.identity import model_hash
 from services.critic.config import CriticConfig
 from services.reward.config import RewardConfig, field_of
 from services.reward.names import chosen
@@ -29,6 +30,7 @@ from services.rollout.config import RolloutConfig
 def misfits_of_rollout(config: OrchestratorConfig, section: RolloutConfig, name: str) -> Iterator[str]:
     """Reasons for which a push to these replicas would fail."""
     yield from _other_weights(config.policy, section, name)
+    yield from _other_adapters(config, section, name)
     yield from _other_ends(config, section, name)
     yield from _too_long_phases(config.weights, section, name)
     yield from unlike_backends(config, section.weight_backend, f"applications.{name}.args.weight_backend")
@@ -54,6 +56,31 @@ def _other_weights(policy: PolicyConfig, section: RolloutConfig, name: str) -> I
             f"applications.{name}.args.model: {section.model} cannot take the weights of orchestrator.policy.model "
             f"({policy.model}); {error}"
         )
+
+
+def _other_adapters(config: OrchestratorConfig, section: RolloutConfig, name: str) -> Iterator[str]:
+    """Adapters that the replicas expect and the run does not push, or the reverse, or those of another model."""
+    where, pushed = f"applications.{name}.args", config.pushed_adapters
+    ours, theirs = (
+        None if lora is None else lora.model_dump(exclude={"seed"}) for lora in (pushed, section.adapters)
+    )
+    if ours != theirs:
+        yield (
+            f"{where}.adapters: {json.dumps(theirs)}, but the run pushes {json.dumps(ours)} (policy.lora with "
+            "orchestrator.weights.adapters true, else null); both must be the same"
+        )
+    elif ours and section.model != config.policy.model and _other_files(section.model, config.policy.model):
+        yield (
+            f"{where}.model: {section.model} has other weights than orchestrator.policy.model "
+            f"({config.policy.model}), and orchestrator.weights.adapters pushes the adapters alone; set both the same"
+        )
+
+
+def _other_files(folder: str, other: str) -> bool:
+    """True if the weights in two folders differ; False also if one cannot be read, which is reported elsewhere."""
+    with contextlib.suppress(OSError):
+        return model_hash(folder) != model_hash(other)
+    return False
 
 
 def _other_ends(config: OrchestratorConfig, section: RolloutConfig, name: str) -> Iterator[str]:
@@ -250,10 +277,10 @@ def rests(deployment: Deployment) -> Iterator[str]:
 def rounded_adapters(deployment: Deployment) -> Iterator[str]:
     """Adapters whose small movements are rounded away when they are merged."""
     policy = deployment.orchestrator.policy
-    if policy.lora is not None and policy.dtype == "bfloat16":
+    if policy.lora is not None and policy.dtype == "bfloat16" and not deployment.orchestrator.weights.adapters:
         yield (
             "orchestrator.policy.lora: merged into bfloat16 weights for each push, which rounds a part of the "
-            "movement away (docs/learner.md); dtype float32 loses nothing"
+            "movement away (docs/learner.md); orchestrator.weights.adapters and dtype float32 lose nothing"
         )
 
 

@@ -284,6 +284,8 @@ class _Derivation:
     def _rollout(self) -> dict[str, Any]:
         args: dict[str, Any] = {"model": self._facts.model, "dtype": self._dtype, "max_length": self._whole}
         args["max_num_seqs"] = min(256, max(2, self._facts.batch_size))
+        if self._facts.lora and (self._facts.orchestrator.get("weights") or {}).get("adapters") is True:
+            args["adapters"] = self._lora
         # Of a GPU of its own the engine takes what is left.
         return args | ({"kv_cache_mib": self._kv_cache} if self._layout.rollout < 1 else {})
 
@@ -326,9 +328,12 @@ class _Derivation:
         args |= {"zero_stage": 3} if ranks != 1 else {"zero_stage": 1} if self._dtype == "bfloat16" else {}
         args |= {"gradient_checkpointing": "auto"} if self._gpus else {}
         args |= {"packing": self._packing(model, field), "micro_batch_tokens": self._most_tokens}
-        return args | (
-            {"lora": self._facts.lora.model_dump(exclude_unset=True, mode="json")} if self._facts.lora else {}
-        )
+        return args | ({"lora": self._lora} if self._facts.lora else {})
+
+    @property
+    def _lora(self) -> dict[str, Any]:
+        assert self._facts.lora is not None
+        return self._facts.lora.model_dump(exclude_unset=True, mode="json")
 
     def _orchestrator(self) -> dict[str, Any]:
         facts, layout = self._facts, self._layout

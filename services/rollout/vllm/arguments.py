@@ -1,10 +1,16 @@
 """Arguments of a rollout replica's vLLM engine."""
 
+from collections.abc import Collection
+from typing import Any, get_args
+
 import torch
 from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.model_executor.models import ModelRegistry, supports_lora
 
 from quartet.config.base import ConfigError
+from quartet.config.learner import LoraConfig
 from quartet.models.loading import load_config, load_tokenizer
 from quartet.wire.identity import vocabulary_size
 from services.rollout.config import DEFAULT_LENGTH, RolloutConfig
@@ -16,8 +22,8 @@ CPU_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU. With vLLM's own 128 short responses take longer there."""
 
 
-def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
-    """vLLM's arguments for this configuration.
+def engine_args(config: RolloutConfig, adapted: Collection[str] = ()) -> AsyncEngineArgs:
+    """vLLM's arguments for this configuration. `adapted` are the last parts of the names of layers with an adapter.
 
     Raises:
         ConfigError: the size of the KV cache is missing on a machine without a GPU.
@@ -46,10 +52,34 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend="quartet"),
         worker_extension_cls="services.rollout.vllm.transfer.WorkerExtension",
         scheduler_cls="services.rollout.vllm.scheduler.WholeResponseScheduler",
+        enable_lora=config.adapters is not None,
+        max_lora_rank=_room(config.adapters),
+        # Without these the head has one too, which fails for a prompt's log-probs.
+        lora_target_modules=sorted(adapted) or None,
         disable_log_stats=True,
         logits_processors=["services.rollout.vllm.sampling:TokenizerVocabulary"] if _is_padded(config) else None,
         generation_config="auto",
     )
+
+
+def _room(adapters: LoraConfig | None) -> Any:
+    """The rank for which vLLM keeps room, which is one of a few."""
+    wanted, ranks = 1 if adapters is None else adapters.rank, get_args(MaxLoRARanks)
+    if wanted > max(ranks):
+        raise ConfigError(f"rollout.args.adapters.rank: {wanted}; vLLM takes {max(ranks)} at most")
+    return min(rank for rank in ranks if rank >= wanted)
+
+
+def check_adapters(arguments: AsyncEngineArgs) -> None:
+    """Raises ConfigError unless vLLM can compute with adapters of the model, if it is to."""
+    if arguments.enable_lora:
+        config = arguments.create_model_config()
+        kind, name = ModelRegistry.resolve_model_cls(config.architectures, config)
+        if not supports_lora(kind):
+            raise ConfigError(
+                f"rollout.args.adapters: vLLM has none for {name}; leave it and orchestrator.weights.adapters out, "
+                "so that pushes bring merged weights"
+            )
 
 
 def _is_padded(config: RolloutConfig) -> bool:

@@ -15,9 +15,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from quartet.config.base import ConfigError
+from quartet.learner.lora import adapted_layer, adapters_for
 from quartet.models.distribution import end_ids
 from quartet.models.loading import load_tokenizer, shape_of_causal
 from quartet.ranks.stopped import stopped_again
+from quartet.seams.vllm import ADAPTERS
 from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.place import Place, machine
@@ -26,7 +29,7 @@ from quartet.wire.errors import InvalidArgument, Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
-from services.rollout.vllm.arguments import engine_args
+from services.rollout.vllm.arguments import check_adapters, engine_args
 from services.rollout.vllm.requests import Requests
 
 log = logging.getLogger("quartet")
@@ -76,7 +79,8 @@ def _while_it_lives(
 class VLLMEngine:
     """One AsyncLLM. All methods run on the event loop that `start` ran on."""
 
-    def __init__(self, llm: AsyncLLM, config: RolloutConfig) -> None:
+    def __init__(self, llm: AsyncLLM, config: RolloutConfig, expected: ExpectedWeights) -> None:
+        """`expected` is what pushes bring."""
         self.llm = llm
         self._config = config
         self.version = 0
@@ -85,7 +89,7 @@ class VLLMEngine:
         self.backend: str = config.weight_backend
         self.workers = config.tensor_parallel_size
         self.place = Place()
-        self.requests = Requests(llm)
+        self.requests = Requests(llm, ADAPTERS if config.adapters else None)
         self.generate = self.requests.generate
         self._resting = False
         """True while generation is paused for the learners."""
@@ -94,8 +98,8 @@ class VLLMEngine:
         self.max_length = int(llm.model_config.max_model_len)
         self.tokenizer = load_tokenizer(config.model)
         self.end_ids = end_ids(config.model, self.tokenizer)
-        self._expected = ExpectedWeights(shape_of_causal(config.model, config.dtype), config.dtype)
-        self.longest_manifest = self._expected.longest_manifest
+        self._expected = expected
+        self.longest_manifest = expected.longest_manifest
 
     @classmethod
     async def start(cls, config: RolloutConfig) -> "VLLMEngine":
@@ -106,10 +110,21 @@ class VLLMEngine:
         if config.one_process and not torch.cuda.is_available():
             # On a CPU the worker runs inside the engine's process, which saves a message per step.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=UsageContext.LLM_CLASS)
-        engine = cls(llm, config)
+        added = adapters_for(config.model, config.dtype, config.adapters) if config.adapters else None
+        expected = ExpectedWeights(shape_of_causal(config.model, config.dtype), config.dtype, added)
+        arguments = engine_args(config, {adapted_layer(name) for name in added or ()})
+        check_adapters(arguments)
+        llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        engine = cls(llm, config, expected)
         await llm.update_weight_version("0")
         await llm.collective_rpc("continue_seeds")
+        if (adapters := config.adapters) is not None:
+            await llm.collective_rpc("take_adapters", args=(adapters.rank, adapters.alpha, expected.shapes))
+            if stale := await engine.stale():
+                raise ConfigError(
+                    f"rollout.args.adapters: vLLM's model has no place for those of {len(stale)} layers, such as "
+                    f"{stale[0]}; push merged weights, without it"
+                )
         engine.place = Place(machine(), tuple(uuid for uuid in await llm.collective_rpc("gpu") if uuid))
         # An engine that cannot run this model fails at the first token; better now than at the first caller.
         warm_up = Sampling(max_new_tokens=2, ignore_eos=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -25,8 +26,10 @@ FINISHED = frozenset(FinishReason)
 class Requests:
     """The requests of one engine."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, adapters: LoRARequest | None = None) -> None:
+        """`adapters` names those with which all requests are computed."""
         self._llm = llm
+        self._adapters = adapters
         self._numbers = itertools.count()
         self._responding: set[str] = set()
         self.pauses = 0
@@ -54,7 +57,7 @@ class Requests:
         response, made = None, Sample(index, np.empty(0, np.int32), np.empty(0, np.float32), None, ())
         self._responding.add(name)
         try:
-            async with aclosing(self._llm.generate(prompt, _params(sampling, len(given), seed), name)) as outputs:
+            async with aclosing(self._asked(prompt, _params(sampling, len(given), seed), name)) as outputs:
                 async for output in outputs:
                     response = output.outputs[0]
                     reported = len(made.response_ids)
@@ -86,7 +89,7 @@ class Requests:
         prompt = tokens_input(list(prompt_ids), cache_salt=f"{self.pauses}{salt and '-'}{salt}")
         self._responding.add(name)
         try:
-            async with aclosing(self._llm.generate(prompt, params, name)) as outputs:
+            async with aclosing(self._asked(prompt, params, name)) as outputs:
                 async for output in outputs:
                     response = output.outputs[0]
                     if response.finish_reason is not None and response.finish_reason not in FINISHED:
@@ -124,13 +127,17 @@ class Requests:
         )
         final = None
         try:
-            async for output in self._llm.generate(self._prompt(sequence), params, f"p{next(self._numbers)}"):
+            async for output in self._asked(self._prompt(sequence), params, f"p{next(self._numbers)}"):
                 final = output.prompt_logprobs
         except EngineDeadError as error:
             raise Unavailable(f"the engine of this replica died: {error}") from None
         if final is None:
             raise Unavailable("the engine ended the request before it was finished; ask again")
         return np.asarray(final.logprobs, np.float32)
+
+    def _asked(self, prompt: Any, params: SamplingParams, name: str) -> AsyncGenerator[Any, None]:
+        outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, name, lora_request=self._adapters)
+        return outputs
 
     def _prompt(self, ids: Ints) -> dict[str, Any]:
         """A prompt for the engine. It shares the KV cache only of prompts that came under the same weights."""

@@ -6,6 +6,7 @@ the GPU, kept from push to push (with ipc and cuda-ipc it is the learner's copy)
 weights before they are verified, and have no deadlines.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from quartet.models.device import gpu_uuid
 from quartet.seams.vllm import forget_update
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.receiver import Joining, Receiver, make_receiver
+from services.rollout.vllm.adapters import Adapters
 from services.rollout.vllm.loading import Loading
 from services.rollout.vllm.sampling import continue_seeds
 
@@ -52,7 +54,7 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         super().__init__(*args, **kwargs)
         self.checksum = ""
         """Checksum of the bytes received last."""
-        self._loading = Loading(self.model, self.model_config, self.device)
+        self._loading: Loading | Adapters = Loading(self.model, self.model_config, self.device)
         self._backend = ""
         self._receiver: Receiver | None = None
         self._manifest: Manifest | None = None
@@ -61,6 +63,10 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
     def stale(self) -> list[str]:
         """Layers that the last update brought no weights for."""
         return self._loading.stale
+
+    def take_adapters(self, runner: Any, rank: int, alpha: float, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Has all updates bring the model's adapters, and nothing else. Arguments as of Adapters."""
+        self._loading = Adapters(runner, rank, alpha, shapes, self.device)
 
     def init_transfer_engine(self, init_info: JoiningInfo) -> None:
         """Joins the members of a new group, leaving the one before."""
@@ -121,6 +127,10 @@ class WorkerExtension:
 
     model_runner: Any
     weight_transfer_engine: Any
+
+    def take_adapters(self, rank: int, alpha: float, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Has pushes bring adapters of these shapes and this rank, scaled by alpha / rank."""
+        self.weight_transfer_engine.take_adapters(self.model_runner, rank, alpha, shapes)
 
     def continue_seeds(self) -> None:
         """Makes this worker continue the seeds of responses that it did not begin."""

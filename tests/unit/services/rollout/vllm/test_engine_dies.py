@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from quartet.models.loading import shape_of_causal
+from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from services.rollout.config import RolloutConfig
 from services.rollout.vllm.engine import LOOK_S, VLLMEngine
@@ -49,7 +51,7 @@ def llm() -> Deaf:
 @pytest.fixture
 def engine(llm: Deaf, policy_folder: Path) -> VLLMEngine:
     config = RolloutConfig.parse({"model": str(policy_folder), "dtype": "float32", "kv_cache_mib": 8}, "rollout")
-    return VLLMEngine(llm, config)  # type: ignore[arg-type]
+    return VLLMEngine(llm, config, ExpectedWeights(shape_of_causal(config.model, config.dtype), config.dtype))  # type: ignore[arg-type]
 
 
 CALLS: dict[str, tuple[Any, ...]] = {

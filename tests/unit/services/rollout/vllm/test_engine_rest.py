@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from quartet.models.loading import shape_of_causal
+from quartet.weight_transfer.expected import ExpectedWeights
 from services.rollout.config import RolloutConfig
 from services.rollout.vllm.engine import VLLMEngine
 from tests.unit.services.rollout.vllm.test_vllm_interface import RecordedEngine
@@ -34,7 +36,7 @@ class Llm(RecordedEngine):
 
 def make(llm: Llm, folder: Path) -> VLLMEngine:
     config = RolloutConfig.parse({"model": str(folder), "dtype": "float32", "kv_cache_mib": 8}, "rollout")
-    engine = VLLMEngine(llm, config)
+    engine = VLLMEngine(llm, config, ExpectedWeights(shape_of_causal(config.model, config.dtype), config.dtype))
     engine._received = "sum"
     return engine
 

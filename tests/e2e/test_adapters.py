@@ -1,0 +1,63 @@
+"""A run that pushes its adapters alone, to a replica that is there and to one that comes while it trains."""
+
+from copy import deepcopy
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from orchestrator.deployment import serving
+from orchestrator.deployment.redeployment import fixed
+from orchestrator.monitoring.metrics import read_metrics
+from services.rollout.client import RolloutClient
+from tests.cluster import START_S, Quartet, eventually
+from tests.runs import Run
+
+LORA = {"rank": 4, "alpha": 8}
+STEPS = 12
+
+
+async def test_replicas_compute_with_the_adapters_that_a_run_pushes(quartet: Quartet) -> None:
+    adapted = deepcopy(quartet.raw["applications"][0]) | {"name": "adapted", "route_prefix": "/adapted"}
+    adapted["args"]["adapters"] = LORA
+    adapted["deployments"][0] |= fixed(1)
+    run = Run(quartet, "adapted", without=["rollout"])
+    raw = yaml.safe_load(run.config.read_text())
+    own = raw["orchestrator"]
+    own |= {"steps": STEPS, "services": {"rollout": {"application": "adapted"}}}
+    own["policy"] |= {"lora": LORA}
+    own["weights"] = own.get("weights", {}) | {"adapters": True}
+    raw["applications"] = [adapted, *raw["applications"]]
+    run.config.write_text(yaml.safe_dump(raw))
+    rollout = RolloutClient(quartet.channel, "adapted")
+    quartet.deploy([adapted], "with-adapted")
+    try:
+        serving.await_running(quartet.cluster, ("adapted",), print, START_S)
+        process = run.start()
+        run.wait(run.reached(2), process)
+        adapted["deployments"][0] |= fixed(2)
+        quartet.deploy([adapted], "with-two-adapted")
+        assert process.wait(300) == 0, run.log.read_text()
+        lines = read_metrics(run.folder / "metrics.jsonl")
+        assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+        # Sampled by the weights that are trained, of both replicas, before the first push and after each.
+        assert max(line["mismatch/max_abs"] for line in lines) < 1e-4
+        found = {}
+
+        async def both() -> bool:
+            info = await rollout.info(30)
+            found[info.replica] = info.policy_version, info.weights_checksum
+            return len(found) == 2
+
+        await eventually(both, 30)
+        assert {version for version, _ in found.values()} == {lines[-1]["policy/version"]}
+        assert len({checksum for _, checksum in found.values()}) == 1
+        before, after = (
+            load_file(folder / "model.safetensors") for folder in (quartet.policy, run.folder / "policy")
+        )
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert moved
+        assert all(name.endswith("_proj.weight") for name in moved)
+    finally:
+        run.end()
+        quartet.deploy([], "without-adapted")
