@@ -8,8 +8,9 @@ Each engine runs in a process of its own, since vLLM gives a GPU's memory back w
 time of one more token for all prompts, and `busy_percent` the share of the whole time in which the GPU computed: the
 rest is the host's. `mismatch` is the mean of |log-prob of the engine - log-prob of transformers' model|, both in
 bfloat16. A push of new weights follows, through shared memory and on a GPU through its memory too, from when it is
-asked for to when it generates again; `ipc_mismatch` is the mismatch under them. Then it rests: with `colocate` it
-releases its KV cache. (`benchmarks.gpu.service` compares the service with LLM.generate.)
+asked for to when it generates again; `ipc_mismatch` is the mismatch under them. With `adapters` it brings these alone
+(`benchmarks.adapters` compares both in turns). Then the engine rests: with `colocate` it releases its KV cache.
+(`benchmarks.gpu.service` compares the service with LLM.generate.)
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -36,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "graphs, 2048 tokens a step": {"max_num_batched_tokens": 2048},
     "graphs, colocate": {"colocate": True},
+    "graphs, adapters": {"adapters": {"rank": 16}},
 }
 
 
@@ -66,6 +69,7 @@ def main(
 
 async def one(given: str, size: str, prompts: str, prompt: str, new: str, device: str) -> None:
     """In a process of its own: one engine's figures."""
+    from quartet.learner.lora import adapters_of, add_adapters, weights_of
     from quartet.models.loading import load_causal
     from services.rollout.config import RolloutConfig
     from services.rollout.sample import Sampling
@@ -91,7 +95,8 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
     figures["decode_ms"] = 1000 * (took - (await generated(1))[1]) / (int(new) - 1)
     figures |= busy(watch.looks, ended - took, ended)
     where, some = torch.device(device), samples[:8]
-    model = load_causal(config.model, config.dtype).to(where).eval()
+    model = add_adapters(load_causal(config.model, config.dtype), config.adapters).to(where).eval()
+    weights = [*(adapters_of if config.adapters else weights_of)(model)]
 
     def mismatch_of(samples: list[Any]) -> float:
         given = [s.response_ids for s in samples], [s.logprobs for s in samples]
@@ -99,7 +104,7 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
 
     figures["mismatch"] = mismatch_of(some)
     for backend in ("ipc", "cuda-ipc") if where.type == "cuda" else ("ipc",):
-        times = await pushed(engine, model, backend)
+        times = await pushed(engine, {weight.name: weight.parameter for weight in weights}, backend)
         figures |= dict(zip((f"{backend}_push_s", f"{backend}_commit_s"), times, strict=True))
         figures[f"{backend}_mismatch"] = mismatch_of((await generated(int(new)))[0][:8])
     figures |= await rested(engine, where)
@@ -135,29 +140,31 @@ def _free(where: torch.device) -> float:
     return torch.cuda.mem_get_info(where)[0] / 2**30 if where.type == "cuda" else 0.0
 
 
-def change(model: Any) -> None:
+def change(weights: Iterable[torch.Tensor]) -> None:
     """Makes other weights of those in the model's folder, with which the engine starts."""
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in weights:
             parameter.add_(torch.randn_like(parameter), alpha=0.005)
 
 
-async def pushed(engine: Any, model: Any, backend: str = "ipc", rounds: int = 1) -> tuple[float, float]:
+async def pushed(
+    engine: Any, weights: Mapping[str, torch.Tensor], backend: str = "ipc", rounds: int = 1
+) -> tuple[float, float]:
     """Median seconds of a push of new weights, the learner's gathering included, and of its commit, after one that
     warms up."""
     from quartet.weight_transfer.manifest import Manifest
     from quartet.weight_transfer.sender import make_sender
 
-    manifest = Manifest.of(dict(model.named_parameters()), 256 << 20)
+    manifest = Manifest.of(weights, 256 << 20)
     sender = make_sender(backend, manifest, host="127.0.0.1", stall_s=60.0)
     place = {"rank": 1, "world_size": 2, "membership": 1, "stall_s": 60.0}
     await engine.join({"backend": backend, "senders": [["", sender.rendezvous()]], **place})
     pushes, commits = [], []
     for version in range(1, rounds + 2):
-        change(model)
+        change(weights.values())
         began = time.perf_counter()
-        sender.load(model.named_parameters(), version)
+        sender.load(weights.items(), version)
         await engine.pause("keep")
         await engine.receive(manifest)
         committing = time.perf_counter()

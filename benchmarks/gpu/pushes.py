@@ -65,7 +65,7 @@ def print_side(side: str, folder: str, size: str, rounds: str, device: str, dtyp
     model = load_causal(folder, dtype).to(where).eval()
     draw = np.random.default_rng(0)
     prompts = [draw.integers(2, tokens(size), PROMPT).astype(np.int32) for _ in range(PROMPTS)]
-    change(model)
+    change(model.parameters())
     if side in OURS:
         figures = asyncio.run(_ours(config, model, prompts, side, int(rounds), where, tokens(size)))
     else:
@@ -81,7 +81,7 @@ async def _ours(
     from services.rollout.vllm.engine import VLLMEngine
 
     engine = await VLLMEngine.start(config)
-    push_s, commit_s = await pushed(engine, model, backend, rounds)
+    push_s, commit_s = await pushed(engine, dict(model.named_parameters()), backend, rounds)
     sampling = Sampling(max_new_tokens=NEW, ignore_eos=True)
     samples = await asyncio.gather(*(engine.generate(i, ids, sampling, i) for i, ids in enumerate(prompts)))
     engine.shutdown()

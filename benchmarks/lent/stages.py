@@ -246,7 +246,7 @@ STAGES = (
             *at_most("a member that is killed", noticed_s=6, close_s=6),
         ),
     ),
-    _engine("0.5B", "eager", 60),
+    _engine("0.5B", "eager;graphs, adapters", 110),
     Stage(
         "pushes 7B",
         "benchmarks.gpu.pushes",

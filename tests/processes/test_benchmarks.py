@@ -13,6 +13,7 @@ TRL = ".quartet/trl/bin/python"
 TINY = ("--sizes", "tiny", "--device", "cpu")
 SMALL_STEP = ("--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2")
 SMALLEST: dict[str, tuple[str, ...]] = {
+    "adapters": ("--size", "tiny", "--rounds", "1", "--prompts", "2", "--new", "4"),
     "agents": ("--rounds", "1", "--steps", "1"),
     "beside": ("--rounds", "1", "--steps", "1"),
     "demo_seeds": ("--seeds", "0", "--without-kl", "", "--steps", "1"),

@@ -11,10 +11,11 @@ import pytest
 from orchestrator.clients import Infos, Services, check_compatible
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
 from quartet.config.base import ConfigError
+from quartet.config.learner import LoraConfig
 from quartet.wire.callers import Purpose, declared
 from quartet.wire.client import ServiceClient
 from quartet.wire.errors import Unavailable
-from quartet.wire.identity import tokenizer_hash
+from quartet.wire.identity import model_hash, tokenizer_hash
 from tests.models import WORDS, make_tokenizer
 from tests.unit.fakes import make_config
 
@@ -98,6 +99,22 @@ def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> 
     )
     with pytest.raises(ConfigError, match=expected):
         check_compatible(make_infos(), make_tokenizer(), config)
+
+
+def test_adapters_are_pushed_to_replicas_of_the_same_model(policy_folder: Path) -> None:
+    config = make_config(policy_folder, **LENGTHS)
+    adapted = config.model_copy(
+        update={
+            "policy": config.policy.model_copy(update={"lora": LoraConfig(rank=2)}),
+            "weights": config.weights.model_copy(update={"adapters": True}),
+        }
+    )
+    same = {"rollout": {"model_hash": model_hash(policy_folder)}}
+    check_compatible(make_infos(**same), make_tokenizer(), adapted)
+    with pytest.raises(ConfigError, match=r"^rollout: m has other weights than orchestrator.policy.model \("):
+        check_compatible(make_infos(rollout={"model_hash": "?"}), make_tokenizer(), adapted)
+    # All weights are pushed, whatever the replicas began with.
+    check_compatible(make_infos(rollout={"model_hash": "?"}), make_tokenizer(), config)
 
 
 class FakeClient:

@@ -94,6 +94,38 @@ REFUSED: list[tuple[Change, list[str]]] = [
         ],
     ),
     (
+        lambda raw, _: raw["orchestrator"].update(weights={"adapters": True}),
+        ["orchestrator: weights.adapters: true, but policy.lora is null, so that all weights are trained; leave "],
+    ),
+    (
+        lambda raw, _: (
+            args(raw, "rollout").update(adapters={"rank": 4}),
+            run(raw, "policy").update(lora={"rank": 2, "seed": 1}),
+            raw["orchestrator"].update(weights={"adapters": True}),
+        ),
+        [
+            'applications.rollout.args.adapters: {{"rank": 4, "alpha": 32, "target_modules": null}}, but the run '
+            'pushes {{"rank": 2, "alpha": 32, "target_modules": null}} (policy.lora with ',
+        ],
+    ),
+    (
+        lambda raw, _: args(raw, "rollout").update(adapters={"rank": 4}),
+        [
+            'applications.rollout.args.adapters: {{"rank": 4, "alpha": 32, "target_modules": null}}, but the run '
+            "pushes null (policy.lora with orchestrator.weights.adapters true, else null); both must be the same",
+        ],
+    ),
+    (
+        lambda raw, folder: (
+            args(raw, "rollout").update(
+                adapters={"rank": 4}, model=str(make_policy(folder / "other", kind="llama", tied=False, seed=9))
+            ),
+            run(raw, "policy").update(lora={"rank": 4}),
+            raw["orchestrator"].update(weights={"adapters": True}),
+        ),
+        ["applications.rollout.args.model: {folder}/other has other weights than orchestrator.policy.model ("],
+    ),
+    (
         lambda raw, _: (args(raw, "rollout").update(max_phase_s=20), args(raw, "critic").update(root="/elsewhere")),
         [
             "orchestrator.weights.timeout_s: 30, but applications.rollout.args.max_phase_s is 20; ",

@@ -95,6 +95,9 @@ def test_adapters_that_are_merged_into_bfloat16_are_told(raw: dict[str, Any], tm
         args(raw, name)["dtype"] = "bfloat16"
     [note] = checked(raw, tmp_path).notes
     assert note.startswith("orchestrator.policy.lora: merged into bfloat16 weights for each push")
+    raw["orchestrator"]["weights"], args(raw, "rollout")["adapters"] = {"adapters": True}, {"rank": 2}
+    assert checked(raw, tmp_path).notes == []
+    raw["orchestrator"]["weights"], args(raw, "rollout")["adapters"] = {}, None
     raw["orchestrator"]["policy"]["dtype"] = "float32"
     for name in ("rollout", "reference"):
         args(raw, name)["dtype"] = "float32"

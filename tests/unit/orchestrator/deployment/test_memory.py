@@ -135,6 +135,11 @@ def test_frozen_models_and_engines(configs: Configs) -> None:
     expected = 2000 + (3 << 20) + step + 3 * 7 * 50 * 4 + GRAPHS + CONTEXT
     assert engine_bytes(told, SMALL, gpu=80 * GIB) == expected
     assert engine_bytes(told, SMALL, 80 * GIB, bucket=GIB) == expected + LOADED_BUCKETS * GIB
+    # Rank 8: 1472 parameters of 2 bytes, as they are computed with and as they came.
+    adapted = configs.engine(
+        dtype="bfloat16", kv_cache_mib=3, max_num_batched_tokens=100, max_num_seqs=7, adapters={"rank": 8}
+    )
+    assert engine_bytes(adapted, SMALL, gpu=80 * GIB) == expected + 2 * 1472 * 2
     # Without a size of its own the cache takes what its share of the GPU leaves.
     assert engine_bytes(configs.engine(gpu_memory_utilization=0.9), SMALL, gpu=80 * GIB) == 72 * GIB
 

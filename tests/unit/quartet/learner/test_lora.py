@@ -13,10 +13,11 @@ from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.learner import module
-from quartet.learner.lora import add_adapters, weights_of
+from quartet.learner.lora import adapted_layer, adapters_for, add_adapters, weights_of
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.ranks.ranks import Ranks
+from tests.families import FAMILIES
 from tests.learner_batches import logprob_rows
 from tests.models import make_policy
 from tests.plain import furthest
@@ -74,6 +75,30 @@ def test_the_saved_policy_is_the_trained_one_and_differs_by_matrices_of_low_rank
             assert float(sizes[RANK]) < 1e-6
         else:
             assert float(sizes.max()) == 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_adapters_alone_are_those_that_peft_would_save(policy_folder: Path, zero_stage: int) -> None:
+    trainer = make_trainer(policy_folder, lora=LORA, zero_stage=zero_stage)
+    learner = trainer._learner
+    shapes = learner.shapes(adapters=True)
+    assert shapes["model.layers.1.mlp.down_proj.lora_A.weight"].shape == (RANK, 128)
+    assert shapes["model.layers.1.mlp.down_proj.lora_B.weight"].shape == (64, RANK)
+    assert len(shapes) == 2 * 7 * 2
+    own = add_adapters(load_causal(str(policy_folder), "float32"), LORA)  # of the same seed
+    expected = {name.replace(".default.", "."): p for name, p in own.named_parameters() if p.requires_grad}
+    actual = {name: tensor.clone() for name, tensor in learner.full_weights(adapters=True)}
+    assert list(actual) == list(shapes) == list(expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    ours = adapters_for(str(policy_folder), "float32", LORA)
+    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in shapes.items()}
+    assert {adapted_layer(name) for name in ours} == {name.split(".")[-3] for name in expected}
+
+
+def test_adapters_of_experts_in_one_parameter_are_not_pushed_alone(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3-moe"].make(tmp_path / "experts")
+    with pytest.raises(ConfigError, match=r"^lora: model.layers.0.mlp.experts holds several matrices in one param"):
+        adapters_for(str(folder), "float32", LORA)
 
 
 def test_what_is_saved_and_sent_computes_as_the_adapted_model(policy_folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.learner.learner import RankLearner
+from quartet.learner.lora import adapters_for, add_adapters
 from quartet.models.loading import load_causal, shape_of_causal
 from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
@@ -95,10 +97,22 @@ def test_a_terabyte_is_refused_by_name(policy_folder: Path) -> None:
         expected(policy_folder).check(huge)
 
 
-def test_adapters_push_the_models_own_weights(policy_folder: Path) -> None:
-    from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
-    from quartet.learner.lora import add_adapters
+def test_adapters_alone_fit_and_no_others(policy_folder: Path) -> None:
+    added = adapters_for(str(policy_folder), "float32", LoraConfig(rank=2))
+    model = shape_of_causal(str(policy_folder), "float32")
+    wanted = ExpectedWeights(model, "float32", added)
+    right = Manifest.of(added, 1 << 20)
+    wanted.check(right)
+    assert len(right.pack()) <= wanted.longest_manifest
+    assert wanted.shapes == {name: tuple(tensor.shape) for name, tensor in added.items()}
+    with pytest.raises(InvalidArgument, match=r"the push lacks .*lora_A.weight, .* this replica's model lacks model"):
+        wanted.check(manifest(policy_folder))
+    other = adapters_for(str(policy_folder), "float32", LoraConfig(rank=3))
+    with pytest.raises(InvalidArgument, match=r"lora_A.weight float32\[3, 64\] pushed, float32\[2, 64\] here"):
+        wanted.check(Manifest.of(other, 1 << 20))
 
+
+def test_adapters_push_the_models_own_weights(policy_folder: Path) -> None:
     config = PolicyConfig(
         model=str(policy_folder), optimizer=OptimizerConfig(learning_rate=1e-3), lora=LoraConfig(rank=2)
     )

@@ -266,6 +266,12 @@ def test_overrides_are_merged_into_what_is_derived(facts: dict[str, Any]) -> Non
     assert raw["orchestrator"]["weights"] == {"timeout_s": 30}
 
 
+def test_the_engine_gets_the_adapters_that_a_run_pushes_alone(facts: dict[str, Any], tmp_path: Path) -> None:
+    given = facts | {"lora": {"rank": 8}, "orchestrator": {"weights": {"adapters": True}}}
+    assert args(loaded(given, tmp_path).raw, "rollout")["adapters"] == {"rank": 8}
+    assert "adapters" not in args(whole(facts | {"lora": {"rank": 8}}), "rollout")
+
+
 def test_the_guard_is_first_whatever_is_deployed(facts: dict[str, Any]) -> None:
     for reward in (facts["reward"], "10.0.0.7:19000"):
         raw = whole(facts | {"reward": reward, "port": 19500, "http_port": 18500})

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from vllm.usage.usage_lib import UsageContext
 
+from quartet.config.base import ConfigError
 from services.rollout.config import RolloutConfig
-from services.rollout.vllm.arguments import FREE_SHARE, eager, engine_args, utilization
+from services.rollout.vllm.arguments import FREE_SHARE, check_adapters, eager, engine_args, utilization
 
 
 def config(folder: Path, **fields: object) -> RolloutConfig:
@@ -41,6 +42,17 @@ def test_workers_have_processes_of_their_own_if_there_are_several_or_it_is_asked
     policy_folder: Path, fields: dict[str, object], executor: str
 ) -> None:
     assert engine_args(config(policy_folder, **fields)).distributed_executor_backend == executor
+
+
+def test_adapters_have_room_for_their_rank_and_none_for_the_head(policy_folder: Path) -> None:
+    """vLLM has room for a few ranks only."""
+    assert not engine_args(config(policy_folder)).enable_lora
+    given = engine_args(config(policy_folder, adapters={"rank": 12}), {"q_proj", "o_proj"})
+    assert (given.enable_lora, given.max_lora_rank) == (True, 16)
+    assert given.lora_target_modules == ["o_proj", "q_proj"]
+    check_adapters(given)
+    with pytest.raises(ConfigError, match=r"rollout.args.adapters.rank: 513; vLLM takes 512 at most"):
+        engine_args(config(policy_folder, adapters={"rank": 513}))
 
 
 def test_every_transport_comes_through_one_engine(policy_folder: Path) -> None:

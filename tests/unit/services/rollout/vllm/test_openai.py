@@ -87,7 +87,9 @@ class Script:
     def check_admission(self, n: int = 1) -> None:
         """Refuses nothing."""
 
-    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, params: Any, name: str, lora_request: Any = None
+    ) -> AsyncIterator[RequestOutput]:
         self.asked.append((prompt, params))
         try:
             for length in range(1, params.max_tokens + 1):
@@ -899,7 +901,7 @@ async def test_the_most_log_probs_of_an_answer_fit_in_memory(talking: Replica) -
     """Bytes at their peak, from the engine's outputs on, of a token with twenty log-probs beside it."""
     size = 100
 
-    async def whole(prompt: Any, params: Any, name: str) -> AsyncIterator[RequestOutput]:
+    async def whole(prompt: Any, params: Any, name: str, lora_request: Any = None) -> AsyncIterator[RequestOutput]:
         talking.llm.external_req_ids[name] = [name]
         talking.llm.request_states[name] = SimpleNamespace(_weight_version_spans=lambda: noted(size))
         output = talking.llm._output(prompt, params, size)

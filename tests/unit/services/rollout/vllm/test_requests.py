@@ -2,6 +2,7 @@
 seeds."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 
+from quartet.seams.vllm import ADAPTERS
 from quartet.wire.errors import Unavailable
 from services.rollout.sample import Sample, Sampling
 from services.rollout.vllm.requests import Requests
@@ -44,8 +47,9 @@ class Script:
         self.external_req_ids: dict[str, list[str]] = {}
         self.request_states: dict[str, Any] = {}
 
-    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, name: str, lora_request: Any = None) -> AsyncIterator[Any]:
         self.asked.append((prompt, params, name))
+        self.adapters = lora_request
         for place, length in enumerate(self._lengths, 1):
             if place > 1:
                 await self.gate.wait()
@@ -93,6 +97,20 @@ async def test_each_token_is_reported_once_and_the_sample_has_all() -> None:
     assert parts == [[20, 21], [22]]
     assert (_ids(sample), sample.finish_reason) == ([20, 21, 22, 23, 24], "stop")
     assert sample.spans == ((3, 0, 2), (4, 2, 5))
+
+
+async def test_all_requests_name_the_adapters() -> None:
+    script = Script([1], "stop")
+    requests = Requests(script, ADAPTERS)
+    await requests.generate(0, PROMPT, SAMPLING, None)
+    assert script.adapters is ADAPTERS
+    script.adapters = None
+    [_] = [output async for output in requests.stream([5], SamplingParams())]
+    assert script.adapters is ADAPTERS
+    script.adapters = None
+    with contextlib.suppress(AttributeError):  # the script has no log-probs of prompts
+        await requests.score(PROMPT)
+    assert script.adapters is ADAPTERS
 
 
 async def test_a_response_that_the_engine_ends_is_reported_to_its_last_token() -> None:
