@@ -12,12 +12,11 @@ from torch import nn
 from quartet.config.learner import LearnerConfig, OptimizerConfig
 from quartet.folders import replace_model
 from quartet.learner.layout import LAYOUT, Layout
+from quartet.learner.lora import is_adapter, write_adapters
 from quartet.learner.module import TrainedModule
 from quartet.learner.optimizer import rate_factor
 from quartet.learner.snapshot import Snapshot
-from quartet.learner.tensor_parallel import (
-    whole_shape,
-)
+from quartet.learner.tensor_parallel import whole_shape
 from quartet.ranks.ranks import Ranks
 from quartet.seams.deepspeed import save_by
 
@@ -26,6 +25,8 @@ WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
 
 MODEL = "model"
 """Subfolder of a snapshot for the model."""
+ADAPTERS = "adapters"
+"""Subfolder of a model for its adapters alone, in peft's format."""
 
 
 class RankLearner(TrainedModule):
@@ -55,7 +56,7 @@ class RankLearner(TrainedModule):
         with self.averaged():
             weights = self.gathered()
             if self._ranks.rank == 0:
-                replace_model(target, lambda aside: write(aside, weights | _buffers(self.module)), owner)
+                replace_model(target, lambda aside: self._write(weights | _buffers(self.module), aside, write), owner)
         return target
 
     def take_snapshot(self, folder: Path, step: int, write: WriteModel | None = None, *, copies: bool = True) -> None:
@@ -78,10 +79,17 @@ class RankLearner(TrainedModule):
             snapshot.hold(self._layout(step), folder / LAYOUT, Layout.write)
         if write:
             with self.averaged():
-                weights = {name: snapshot.copy(tensor) for name, tensor in self.full_weights() if first}
+                weights = {name: snapshot.copy(tensor) for name, tensor in self.saved_weights() if first}
             if first:
                 buffers = {name: snapshot.copy(buffer) for name, buffer in _buffers(self.module).items()}
-                snapshot.hold(weights | buffers, folder / MODEL, lambda held, path: write(path, held))
+                snapshot.hold(weights | buffers, folder / MODEL, lambda held, path: self._write(held, path, write))
+
+    def _write(self, tensors: dict[str, torch.Tensor], folder: Path, write: WriteModel) -> None:
+        """Writes the model, and its adapters, if there are some among the tensors, to a subfolder."""
+        adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+        write(folder, {name: tensor for name, tensor in tensors.items() if name not in adapters})
+        if self._config.lora is not None and adapters:
+            write_adapters(folder / ADAPTERS, adapters, self.module, self._config.lora)
 
     def write_snapshot(self) -> None:
         """Writes the snapshot that was taken last, on every rank. May run in another thread beside any other call."""

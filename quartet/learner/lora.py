@@ -1,10 +1,12 @@
 """Low-rank adapters in a model, and the model's own weights with the adapters merged in."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from quartet.config.base import ConfigError
@@ -31,22 +33,41 @@ def add_adapters(model: nn.Module, config: LoraConfig | None) -> nn.Module:
     if config is None:
         return model
     import peft
-    from transformers.pytorch_utils import Conv1D
 
     torch.manual_seed(config.seed)
     targets = "all-linear" if config.target_modules is None else list(config.target_modules)
     try:
         # Adapters are injected without peft's wrapper, so that the model keeps its class and its names.
-        adapters = peft.LoraConfig(
-            r=config.rank,
-            lora_alpha=config.alpha,
-            target_modules=targets,
-            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in model.modules()),  # GPT-2's transposed weights
-        )
-        peft.inject_adapter_in_model(adapters, model)
+        peft.inject_adapter_in_model(_described(model, config, targets), model)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: {error}") from None
     return model
+
+
+def _described(model: nn.Module, config: LoraConfig, targets: str | list[str], **more: Any) -> Any:
+    """Peft's description of adapters on these layers of the model."""
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    transposed = any(isinstance(layer, Conv1D) for layer in model.modules())  # GPT-2's weights
+    given = {"r": config.rank, "lora_alpha": config.alpha, "target_modules": targets, "fan_in_fan_out": transposed}
+    return peft.LoraConfig(**given | more)
+
+
+def separable(module: nn.Module) -> bool:
+    """True if all that is trained are adapters that `adapters_of` gives: not with a head of its own, nor experts."""
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return all(_ADAPTER in name and _of_one_matrix(module, name) for name in trained)
+
+
+def write_adapters(folder: Path, tensors: Mapping[str, torch.Tensor], module: nn.Module, config: LoraConfig) -> None:
+    """Writes adapters, by the names of `adapters_of`, to a new folder in peft's format."""
+    base, targets = module.config.name_or_path, sorted({*map(adapted_layer, tensors)})
+    folder.mkdir()
+    described = _described(module, config, targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
+    described.save_pretrained(folder)
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
 
 
 def adapters_for(folder: str, dtype: str, config: LoraConfig) -> dict[str, torch.Tensor]:
@@ -110,12 +131,23 @@ def adapters_of(module: nn.Module) -> Iterator[Weight]:
     for name, parameter in module.named_parameters():
         if _ADAPTER in name:
             layer, _, part = name.rpartition(_ADAPTER)
-            if getattr(module.get_submodule(layer), "parameter_name", "weight") != "weight":
+            if not _of_one_matrix(module, name):
                 raise ConfigError(
                     f"lora: {layer.replace(f'.{BASE}', '')} holds several matrices in one parameter, whose "
                     "adapters can only be pushed merged; leave weights.adapters out"
                 )
             yield Weight(f"{layer}{_ADAPTER}{part.replace(f'.{NAME}.', '.')}", parameter)
+
+
+def _of_one_matrix(module: nn.Module, name: str) -> bool:
+    """True if the adapter's parameter of this name is on a layer's own weight."""
+    layer = module.get_submodule(name.rpartition(_ADAPTER)[0])
+    return bool(getattr(layer, "parameter_name", "weight") == "weight")
+
+
+def is_adapter(name: str) -> bool:
+    """True if this is the name of an A or B."""
+    return _ADAPTER in name
 
 
 def adapted_layer(name: str) -> str:

@@ -15,7 +15,7 @@ from quartet.config.learner import GROUP_ELEMENTS, LearnerConfig, OptimizerConfi
 from quartet.learner.ema import Average
 from quartet.learner.finite import agreed, check_weights
 from quartet.learner.frozen import freeze_attention
-from quartet.learner.lora import Weight, adapters_of, weight_buckets, weights_of
+from quartet.learner.lora import Weight, adapters_of, separable, weight_buckets, weights_of
 from quartet.learner.optimizer import OptimizerState, grouped, rate_factor
 from quartet.learner.shards import Pass, shards
 from quartet.learner.tensor_parallel import (
@@ -261,15 +261,22 @@ class TrainedModule:
                 for weight in bucket:
                     yield weight.name, weight.merged()
 
+    def saved_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of a saved model, as `full_weights` does: all parameters with the adapters merged in, and
+        then the adapters, if they are all that is trained."""
+        yield from self.full_weights()
+        if self._config.lora is not None and separable(self.module):
+            yield from self.full_weights(adapters=True)
+
     def gathered(self) -> dict[str, torch.Tensor]:
-        """Name -> whole parameter on rank 0; empty on the others. Every rank calls it.
+        """`saved_weights` on rank 0; empty on the others. Every rank calls it.
 
         With ZeRO 3 or tensor parallelism these are copies in host memory, otherwise the parameters themselves.
         """
         first = self._ranks.rank == 0
         copied = self._config.zero_stage == 3 or self._config.tensor_parallel.size > 1
         return {
-            name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.full_weights() if first
+            name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.saved_weights() if first
         }
 
 

@@ -58,6 +58,9 @@ async def test_replicas_compute_with_the_adapters_that_a_run_pushes(quartet: Qua
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         assert moved
         assert all(name.endswith("_proj.weight") for name in moved)
+        alone = load_file(run.folder / "policy" / "adapters" / "adapter_model.safetensors")
+        layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in alone}
+        assert layers >= {name.removesuffix(".weight") for name in moved}
     finally:
         run.end()
         quartet.deploy([], "without-adapted")

@@ -1,11 +1,13 @@
 """Low-rank adapters: what they train, and what is pushed and saved with them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from orchestrator.algorithms.ppo import PPO
@@ -17,6 +19,8 @@ from quartet.learner.lora import adapted_layer, adapters_for, add_adapters, weig
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.ranks.ranks import Ranks
+from services.critic.config import CriticConfig
+from services.critic.trainer import CriticTrainer
 from tests.families import FAMILIES
 from tests.learner_batches import logprob_rows
 from tests.models import make_policy
@@ -99,6 +103,45 @@ def test_adapters_of_experts_in_one_parameter_are_not_pushed_alone(tmp_path: Pat
     folder = FAMILIES["qwen3-moe"].make(tmp_path / "experts")
     with pytest.raises(ConfigError, match=r"^lora: model.layers.0.mlp.experts holds several matrices in one param"):
         adapters_for(str(folder), "float32", LORA)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "gpt2"])
+def test_the_adapters_that_are_saved_beside_the_model_compute_as_it_with_peft(tmp_path: Path, family: str) -> None:
+    folder = FAMILIES[family].make(tmp_path / family)
+    trainer = make_trainer(folder, lora=LORA)
+    for parameter in trainer._learner.module.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    saved = Path(trainer.snapshots.save(str(tmp_path / "saved")))
+    whole = AutoModelForCausalLM.from_pretrained(saved)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), saved / "adapters")
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        merged, alone = whole(ids).logits, adapted(ids).logits
+    assert float((alone - plain).abs().max()) > 0.1
+    assert float((alone - merged).abs().max()) < 1e-4
+    described = json.loads((saved / "adapters" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(folder)
+    # A second time in its place, and as part of a snapshot.
+    trainer.snapshots.save(str(saved))
+    trainer.snapshots.take_snapshot(str(tmp_path / "snapshot"), 1)
+    trainer.snapshots.write_snapshot()
+    files = {file.name for file in (tmp_path / "snapshot" / "model" / "adapters").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+
+
+def test_adapters_with_a_head_of_their_own_or_of_experts_are_saved_merged_only(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    config = CriticConfig(model=str(policy_folder), optimizer=OptimizerConfig(learning_rate=1e-2), lora=LORA)
+    critic = CriticTrainer(config)
+    critic.snapshots.save(str(tmp_path / "critic"))
+    experts = make_trainer(FAMILIES["qwen3-moe"].make(tmp_path / "experts"), lora=LORA)
+    experts.snapshots.save(str(tmp_path / "policy"))
+    for name in ("critic", "policy"):
+        assert (tmp_path / name / "model.safetensors").exists()
+        assert not (tmp_path / name / "adapters").exists()
 
 
 def test_what_is_saved_and_sent_computes_as_the_adapted_model(policy_folder: Path, tmp_path: Path) -> None:
