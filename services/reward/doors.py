@@ -1,5 +1,6 @@
 """The parts that every deployment of the reward service has which takes calls: gRPC, HTTP and metrics."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ METRICS_S = 2.0
 """Seconds that each replica gets to give its metrics."""
 
 
-class Doors(HealthMixin, HttpMixin):
+class Doors(HealthMixin, HttpMixin, ABC):
     """Takes calls over gRPC and HTTP, which a subclass answers by `scored`, `infos` and `token_ids`."""
 
     def _open(self) -> None:
@@ -44,30 +45,30 @@ class Doors(HealthMixin, HttpMixin):
         self._door = Door(self) if Port.of().http else None
         self._everyone = everyone() if self._door else None
 
+    @abstractmethod
     async def check_health(self) -> None:
         """Raises if the replica is ill."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """The answer to a request of Score, of a caller of this share."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def infos(self) -> pb.RewardInfo:
         """The answer to a request of Info."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def token_ids(self, scorer: str, text: str, special: bool, share: Share) -> tuple[Sequence[int], int]:
         """The ids of a text by a scorer's tokenizer, with its special tokens or without, and the most that a pair may
         have; for a caller of this share. Raises ServiceError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def label(self, scorer: str) -> str:
         """The name of a scorer among the metrics; one of a few, whatever a request names."""
-        raise NotImplementedError
 
+    @abstractmethod
     def listed(self) -> Mapping[str, Listed]:
         """The scorers, by the names that HTTP requests choose them by. Asks none of them."""
-        raise NotImplementedError
 
     async def works(self, scorer: str) -> bool:
         """True if the scorer that is named works, or any of them if none is."""
