@@ -262,7 +262,7 @@ class TrainedModule:
                     yield weight.name, weight.merged()
 
     def saved_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of a saved model, as `full_weights` does: all parameters with the adapters merged in, and
+        """Yields the tensors of a saved model, as `full_weights` does: all parameters with the adapters merged in;
         then the adapters, if they are all that is trained."""
         yield from self.full_weights()
         if self._config.lora is not None and separable(self.module):
