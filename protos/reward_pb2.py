@@ -25,29 +25,29 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/reward.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"/\n\tTextPairs\x12\x0f\n\x07prompts\x18\x01 \x03(\t\x12\x11\n\tresponses\x18\x02 \x03(\t\"!\n\rConversations\x12\x10\n\x08messages\x18\x01 \x03(\t\"\xed\x01\n\x0cScoreRequest\x12\x10\n\x06tokens\x18\x01 \x01(\x0cH\x00\x12&\n\x05texts\x18\x02 \x01(\x0b\x32\x15.quartet.v1.TextPairsH\x00\x12\x32\n\rconversations\x18\x05 \x01(\x0b\x32\x19.quartet.v1.ConversationsH\x00\x12\x0e\n\x06scorer\x18\x06 \x01(\t\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12\x0f\n\x07\x63olumns\x18\x07 \x03(\t\x12\x0e\n\x06groups\x18\x08 \x01(\x0c\x12\x16\n\x0epair_timeout_s\x18\t \x01(\x02\x12\r\n\x05\x65nded\x18\x04 \x03(\x08\x42\x07\n\x05pairs\"n\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x01(\x0c\x12*\n\x06scorer\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.ScorerIdentity\x12\x10\n\x08outcomes\x18\x03 \x01(\x0c\x12\x0f\n\x07reasons\x18\x04 \x03(\t\"l\n\x0eScorerIdentity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\r\n\x05names\x18\x03 \x03(\t\x12)\n\x05parts\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.ScorerIdentity\"5\n\nRewardInfo\x12\'\n\x07scorers\x18\x01 \x03(\x0b\x32\x16.quartet.v1.ScorerInfo\"n\n\nScorerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.quartet.v1.ModelInfo\x12,\n\x08identity\x18\x03 \x01(\x0b\x32\x1a.quartet.v1.ScorerIdentity*_\n\x07Outcome\x12\n\n\x06SCORED\x10\x00\x12\x12\n\x0eNOT_APPLICABLE\x10\x01\x12\x0b\n\x07TIMEOUT\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\x12\x0b\n\x07REFUSED\x10\x04\x12\x0e\n\nNOT_FINITE\x10\x05\x32\x7f\n\x06Reward\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponse\x12\x37\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x16.quartet.v1.RewardInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/reward.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"/\n\tTextPairs\x12\x0f\n\x07prompts\x18\x01 \x03(\t\x12\x11\n\tresponses\x18\x02 \x03(\t\"!\n\rConversations\x12\x10\n\x08messages\x18\x01 \x03(\t\"\xed\x01\n\x0cScoreRequest\x12\x10\n\x06tokens\x18\x01 \x01(\x0cH\x00\x12&\n\x05texts\x18\x02 \x01(\x0b\x32\x15.quartet.v1.TextPairsH\x00\x12\x32\n\rconversations\x18\x05 \x01(\x0b\x32\x19.quartet.v1.ConversationsH\x00\x12\x0e\n\x06scorer\x18\x06 \x01(\t\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12\x0f\n\x07\x63olumns\x18\x07 \x03(\t\x12\x0e\n\x06groups\x18\x08 \x01(\x0c\x12\x16\n\x0epair_timeout_s\x18\t \x01(\x02\x12\r\n\x05\x65nded\x18\x04 \x03(\x08\x42\x07\n\x05pairs\"\xad\x01\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x01(\x0c\x12*\n\x06scorer\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.ScorerIdentity\x12\x10\n\x08outcomes\x18\x03 \x01(\x0c\x12\x0f\n\x07reasons\x18\x04 \x03(\t\x12\x12\n\npart_pairs\x18\x05 \x01(\x0c\x12\x13\n\x0bpart_places\x18\x06 \x01(\x0c\x12\x14\n\x0cpart_rewards\x18\x07 \x01(\x0c\"}\n\x0eScorerIdentity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\r\n\x05names\x18\x03 \x03(\t\x12)\n\x05parts\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.ScorerIdentity\x12\x0f\n\x07process\x18\x05 \x01(\x08\"5\n\nRewardInfo\x12\'\n\x07scorers\x18\x01 \x03(\x0b\x32\x16.quartet.v1.ScorerInfo\"n\n\nScorerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.quartet.v1.ModelInfo\x12,\n\x08identity\x18\x03 \x01(\x0b\x32\x1a.quartet.v1.ScorerIdentity*_\n\x07Outcome\x12\n\n\x06SCORED\x10\x00\x12\x12\n\x0eNOT_APPLICABLE\x10\x01\x12\x0b\n\x07TIMEOUT\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\x12\x0b\n\x07REFUSED\x10\x04\x12\x0e\n\nNOT_FINITE\x10\x05\x32\x7f\n\x06Reward\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponse\x12\x37\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x16.quartet.v1.RewardInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=769
-  _globals['_OUTCOME']._serialized_end=864
+  _globals['_OUTCOME']._serialized_start=850
+  _globals['_OUTCOME']._serialized_end=945
   _globals['_TEXTPAIRS']._serialized_start=56
   _globals['_TEXTPAIRS']._serialized_end=103
   _globals['_CONVERSATIONS']._serialized_start=105
   _globals['_CONVERSATIONS']._serialized_end=138
   _globals['_SCOREREQUEST']._serialized_start=141
   _globals['_SCOREREQUEST']._serialized_end=378
-  _globals['_SCORERESPONSE']._serialized_start=380
-  _globals['_SCORERESPONSE']._serialized_end=490
-  _globals['_SCORERIDENTITY']._serialized_start=492
-  _globals['_SCORERIDENTITY']._serialized_end=600
-  _globals['_REWARDINFO']._serialized_start=602
-  _globals['_REWARDINFO']._serialized_end=655
-  _globals['_SCORERINFO']._serialized_start=657
-  _globals['_SCORERINFO']._serialized_end=767
-  _globals['_REWARD']._serialized_start=866
-  _globals['_REWARD']._serialized_end=993
+  _globals['_SCORERESPONSE']._serialized_start=381
+  _globals['_SCORERESPONSE']._serialized_end=554
+  _globals['_SCORERIDENTITY']._serialized_start=556
+  _globals['_SCORERIDENTITY']._serialized_end=681
+  _globals['_REWARDINFO']._serialized_start=683
+  _globals['_REWARDINFO']._serialized_end=736
+  _globals['_SCORERINFO']._serialized_start=738
+  _globals['_SCORERINFO']._serialized_end=848
+  _globals['_REWARD']._serialized_start=947
+  _globals['_REWARD']._serialized_end=1074
 # @@protoc_insertion_point(module_scope)

@@ -60,28 +60,36 @@ class ScoreRequest(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., conversations: _Optional[_Union[Conversations, _Mapping]] = ..., scorer: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., columns: _Optional[_Iterable[str]] = ..., groups: _Optional[bytes] = ..., pair_timeout_s: _Optional[float] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("scores", "scorer", "outcomes", "reasons")
+    __slots__ = ("scores", "scorer", "outcomes", "reasons", "part_pairs", "part_places", "part_rewards")
     SCORES_FIELD_NUMBER: _ClassVar[int]
     SCORER_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
+    PART_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    PART_PLACES_FIELD_NUMBER: _ClassVar[int]
+    PART_REWARDS_FIELD_NUMBER: _ClassVar[int]
     scores: bytes
     scorer: ScorerIdentity
     outcomes: bytes
     reasons: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+    part_pairs: bytes
+    part_places: bytes
+    part_rewards: bytes
+    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[_Iterable[str]] = ..., part_pairs: _Optional[bytes] = ..., part_places: _Optional[bytes] = ..., part_rewards: _Optional[bytes] = ...) -> None: ...
 
 class ScorerIdentity(_message.Message):
-    __slots__ = ("name", "model_hash", "names", "parts")
+    __slots__ = ("name", "model_hash", "names", "parts", "process")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     model_hash: str
     names: _containers.RepeatedScalarFieldContainer[str]
     parts: _containers.RepeatedCompositeFieldContainer[ScorerIdentity]
-    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[ScorerIdentity, _Mapping]]] = ...) -> None: ...
+    process: bool
+    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[ScorerIdentity, _Mapping]]] = ..., process: bool = ...) -> None: ...
 
 class RewardInfo(_message.Message):
     __slots__ = ("scorers",)

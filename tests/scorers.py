@@ -6,6 +6,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.wire.outcomes import Outcome, Unscored
-from quartet.wire.pairs import Pair
+from quartet.wire.pairs import Pair, ProcessReward
 
 
 def words(pairs: Sequence[Pair]) -> list[float]:
@@ -291,3 +292,26 @@ WHOLE = Pair(
     timeout_s=1000.0,
 )
 """A pair with all that one can have, such as whole numbers of more than 64 bits."""
+
+
+def odd_words(pairs: Sequence[Pair]) -> list[Any]:
+    """A process reward: each word that is odd is worth its number, with its last character, and the end 10; None
+    where the label asks for it."""
+    return [
+        ProcessReward(
+            10.0,
+            [
+                (match.end(), float(match.group(1)))
+                for match in re.finditer(r"w(\d+)", pair.response)
+                if int(match.group(1)) % 2
+            ],
+        )
+        if pair.label != "none"
+        else None
+        for pair in pairs
+    ]
+
+
+def wrong_process(pairs: Sequence[Pair]) -> list[Any]:
+    """Parts as the label names them, in JSON."""
+    return [ProcessReward(0.0, json.loads(pair.label)) for pair in pairs]

@@ -11,7 +11,7 @@ from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
 from quartet.wire.errors import DeadlineExceeded, InvalidReply
 from quartet.wire.pairs import SCORE
-from services.reward.client import Scores
+from services.reward.client import Parts, Scores
 from services.rollout.sample import Sample
 
 
@@ -68,6 +68,22 @@ def check_scores(
             if index not in unscored and not np.isfinite(score):
                 of = SCORE if name == SCORE else f"{SCORE} {name}"
                 raise InvalidReply(f"reward.Score: prompt row {row}: {of} is {score}; must be finite")
+
+
+def process_rewards(columns: Columns, parts: Parts) -> Floats:
+    """The parts of scores at the sampled tokens that earned them, [M]. InvalidReply if a part is at a token that its
+    sample does not have."""
+    last = columns.last_sequences().counts.astype(np.int64)
+    if (beyond := parts.places > last[parts.pairs]).any():
+        at = int(np.argmax(beyond))
+        raise InvalidReply(
+            f"reward.Score: part_places: {parts.places[at]} for sample {parts.pairs[at]} of the call, whose last "
+            f"sequence has {last[parts.pairs[at]]} sampled tokens"
+        )
+    ends = np.cumsum(columns.counts, dtype=np.int64)
+    earned = np.zeros(int(columns.counts.sum()), np.float32)
+    np.add.at(earned, (ends - last)[parts.pairs] + parts.places - 1, parts.rewards)
+    return earned
 
 
 def check_scorer(before: str, scores: Scores) -> str:

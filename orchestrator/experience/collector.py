@@ -18,6 +18,7 @@ from orchestrator.experience.checks import (
     check_scorer,
     check_scores,
     check_tokens,
+    process_rewards,
     within,
 )
 from orchestrator.experience.conversation import Conversation, trajectories
@@ -267,7 +268,8 @@ class Collector:
                 "old_logprobs": group.create_task(self._own(columns)),
             }
         come = {name: values for name, task in per_token.items() if (values := task.result()) is not None}
-        by_column, unscored = scores.result()
+        by_column, parts, unscored = scores.result()
+        come |= {} if parts is None else {"process_rewards": parts}
         return self._with_turns(columns.with_rows(**by_column)).with_sampled(**come), unscored
 
     def _with_turns(self, columns: Columns) -> Columns:
@@ -285,8 +287,9 @@ class Collector:
 
     async def _scores(
         self, columns: Columns, conversations: Sequence[Conversation]
-    ) -> tuple[dict[str, Floats], Mapping[int, Unscored]]:
-        """Column -> scores, [B], and the reasons for which some have none."""
+    ) -> tuple[dict[str, Floats], Floats | None, Mapping[int, Unscored]]:
+        """Column -> scores, [B]; the parts that tokens earned, [M], None where the scorer gives none; and the reasons
+        for which some have no score."""
         further = [each.columns for each in conversations]
         with self.stages("score", columns["number"].tolist()), within(SCORING):
             scores = await self._services.reward.score(
@@ -300,7 +303,8 @@ class Collector:
         self._scorer = check_scorer(self._scorer, scores)
         names = self._config.algorithm.score_names
         check_scores(columns, scores.columns, names, scores.unscored)
-        return {score_column(name): scores.columns[name] for name in names}, scores.unscored
+        parts = None if scores.parts is None else process_rewards(columns, scores.parts)
+        return {score_column(name): scores.columns[name] for name in names}, parts, scores.unscored
 
     async def _references(self, columns: Columns) -> Floats | None:
         """The reference's log-probs, [M]; None if the run has no reference."""

@@ -26,6 +26,7 @@ SCHEMA: Schema = {
     "calls": Field("row", "int32"),
     "wrong_calls": Field("row", "int32"),
     "turn_rewards": Field("sampled", optional=True),
+    "process_rewards": Field("sampled", optional=True),
     "logprobs": Field("sampled"),
     "versions": Field("sampled", "int32"),
     "ref_logprobs": Field("sampled", optional=True),
@@ -43,6 +44,7 @@ SCHEMA: Schema = {
 - turn: number of its responses.
 - calls: number of calls of tools that were answered, and `wrong_calls` of those that could not be made.
 - turn_rewards: of each response at its last token; missing if conversations have no turns.
+- process_rewards: the parts of the score at the tokens that earned them; missing if the scorer gives none.
 - logprobs: of the policy that sampled each token, and `versions`, which one that was.
 - ref_logprobs: the reference's; missing if the run has none.
 - values: the critic's; missing if they were not asked for.

@@ -118,9 +118,11 @@ class Batch:
         return torch.tensor(self.columns["score"])
 
     @cached_property
-    def turn_rewards(self) -> Tensor | None:
-        """The rewards of turns at their last tokens, which the scores hold, [B, T]; None without turns."""
-        return self.column("turn_rewards") if "turn_rewards" in self.columns else None
+    def parts(self) -> Tensor | None:
+        """The parts of the scores at the tokens that earned them, [B, T]: rewards of turns, and those that the scorer
+        gave; None without."""
+        kinds = [self.column(name) for name in ("turn_rewards", "process_rewards") if name in self.columns]
+        return sum(kinds[1:], start=kinds[0]) if kinds else None
 
     @cached_property
     def named_scores(self) -> dict[str, Tensor]:

@@ -105,7 +105,7 @@ def estimate_advantages(
         clip=algorithm.score_clip,
         weight=algorithm.score_weight,
     )
-    if (parts := batch.turn_rewards) is not None:
+    if (parts := batch.parts) is not None:
         divisor = normalisers[SCORE].deviation if algorithm.normalise_scores else 1.0
         parts = parts * (algorithm.score_weight / divisor)
     values = batch.values if algorithm.needs_critic else None

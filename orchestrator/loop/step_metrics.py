@@ -93,6 +93,12 @@ def turns(collected: Collected) -> dict[str, float]:
     return {"turns/mean": float(columns["turn"].mean())} | several | earned
 
 
+def process(collected: Collected) -> dict[str, float]:
+    """The parts of scores that were earned within responses, where the scorer gives such."""
+    earned = collected.columns.get("process_rewards")
+    return {} if earned is None else {"reward/process": float(earned.sum()) / len(collected.columns)}
+
+
 def calls(collected: Collected) -> dict[str, float]:
     """Calls of tools that an environment answered in a conversation, and where there were any the share of them that
     was wrong."""

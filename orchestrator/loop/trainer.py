@@ -25,7 +25,7 @@ from orchestrator.loop.estimate import (
 from orchestrator.loop.mismatch import MismatchWatch
 from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
-from orchestrator.loop.step_metrics import StepReport, calls, ledger, speeds, staleness, turns
+from orchestrator.loop.step_metrics import StepReport, calls, ledger, process, speeds, staleness, turns
 from orchestrator.monitoring.record import Record
 from orchestrator.tracing.waits import Waits
 from quartet.columns import Columns
@@ -126,6 +126,7 @@ class Trainer:
         report.add(estimate.metrics | distance.metrics | learned | ledger(state, done, batch.collected))
         report.add(staleness(state.policy_version, batch.collected))
         report.add(turns(batch.collected) if self._config.conversation else {})
+        report.add(process(batch.collected))
         report.add(calls(batch.collected) if self._config.environment else {})
         report.add(speeds(batch.collected, report.seconds("train"), self._config.algorithm.epochs))
         if self._evaluator and self._is_evaluated(done.step):

@@ -1,6 +1,6 @@
 """A prompt and its response as text, the input of function scorers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,18 @@ SCORE = "score"
 """Name of the score of a pair where it has one alone."""
 LEAST_S = 0.05
 """Shortest time, in seconds, that a caller may give a pair: one that is too short costs a process each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReward:
+    """A score of which parts are earned within the response, such as by the steps of a solution. A function scorer
+    with `process: true` may return it for a pair in the place of a number."""
+
+    score: float
+    """Earned at the end of the response. The score of the pair is the sum of this and all parts."""
+    parts: Sequence[tuple[int, float]]
+    """Number of characters of `Pair.response` and a reward, for each part: it is earned with the last of these
+    characters."""
 
 
 @dataclass(frozen=True, slots=True)

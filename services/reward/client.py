@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protos import common_pb2
 from protos import reward_pb2 as pb
@@ -15,13 +16,35 @@ from protos.reward_pb2_grpc import RewardStub
 from quartet.columns import Columns
 from quartet.wire.backoff import Deadline
 from quartet.wire.client import ServiceClient
-from quartet.wire.codec import Floats, pack_longs, unpack_floats
+from quartet.wire.codec import Floats, pack_longs, unpack_floats, unpack_longs
 from quartet.wire.errors import InvalidArgument, InvalidReply, Unavailable
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import SCORE
 from quartet.wire.replies import one_each, reading
 from quartet.wire.splitting import in_parts, some
 from services.reward.names import chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of scores that are earned within responses, in the order of their pairs; all [P]."""
+
+    pairs: NDArray[np.int64]
+    """Index of the pair."""
+    places: NDArray[np.int64]
+    """The place where it is earned, from 1 on: of trajectories the number of sampled tokens of the last sequence, up
+    to the one that earns it; of texts the number of characters of the response."""
+    rewards: Floats
+    """The reward, which the pair's score holds."""
+
+    @classmethod
+    def joined(cls, several: Sequence["Parts"], starts: Sequence[int]) -> "Parts":
+        """The parts of several answers, whose first pairs have these indices in the whole call."""
+        return cls(
+            np.concatenate([each.pairs + start for each, start in zip(several, starts, strict=True)]),
+            np.concatenate([each.places for each in several]),
+            np.concatenate([each.rewards for each in several]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +60,8 @@ class Scores:
     """sha256 of the model's files or the function's source; scores with equal hashes can be compared."""
     unscored: Mapping[int, Unscored] = field(default_factory=dict)
     """Index of a pair -> the reason why it is not scored."""
+    parts: Parts | None = None
+    """The parts of the scores; None if all scores are earned at the end of the response."""
 
     @property
     def values(self) -> Floats:
@@ -158,8 +183,9 @@ class RewardClient(ServiceClient[RewardStub]):
             values = one_each(unpack_floats(reply.scores, "scores"), len(rows) * len(names), "scores", of)
             table = values.reshape(len(rows), len(names))
             unscored = _unscored(reply, table)
+            parts = _parts(reply, len(rows)) if reply.scorer.process else None
         columns = dict(zip(names, table.T, strict=True))
-        return Scores(columns, reply.scorer.name, reply.scorer.model_hash, unscored)
+        return Scores(columns, reply.scorer.name, reply.scorer.model_hash, unscored, parts)
 
     def _joined(self, parts: Sequence[Scores]) -> Scores:
         """The scores of all parts; InvalidReply if they come from different scorers."""
@@ -171,13 +197,15 @@ class RewardClient(ServiceClient[RewardStub]):
             )
         columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
         lengths = [len(next(iter(part.columns.values()))) for part in parts]
-        starts = accumulate(lengths, initial=0)
+        starts = list(accumulate(lengths, initial=0))[:-1]
         unscored = {
             start + row: each
-            for start, part in zip(starts, parts, strict=False)
+            for start, part in zip(starts, parts, strict=True)
             for row, each in part.unscored.items()
         }
-        return Scores(columns, first.scorer, first.model_hash, unscored)
+        earned = [part.parts for part in parts if part.parts is not None]
+        whole = Parts.joined(earned, starts) if len(earned) == len(parts) else None
+        return Scores(columns, first.scorer, first.model_hash, unscored, whole)
 
     async def info(self, timeout_s: float) -> pb.ScorerInfo:
         """The scorer that is asked.
@@ -225,6 +253,19 @@ def _tell(
 def _tokens(*texts: str) -> int:
     # An English token has three bytes or more; in other scripts a letter may take several tokens.
     return 1 + sum(len(text.encode()) for text in texts) // 3
+
+
+def _parts(reply: pb.ScoreResponse, pairs: int) -> Parts:
+    """The parts of the reply's scores. InvalidArgument unless each has a pair, a place and a finite reward."""
+    owners, places = unpack_longs(reply.part_pairs, "part_pairs"), unpack_longs(reply.part_places, "part_places")
+    rewards = unpack_floats(reply.part_rewards, "part_rewards")
+    if not len(owners) == len(places) == len(rewards):
+        raise InvalidArgument(f"part_places: {len(places)}, part_rewards: {len(rewards)}, but {len(owners)} pairs")
+    if len(owners) and (owners[0] < 0 or owners[-1] >= pairs or (np.diff(owners) < 0).any()):
+        raise InvalidArgument(f"part_pairs: must be ascending, from 0 to {pairs - 1}")
+    if not ((places > 0).all() and np.isfinite(rewards).all()):
+        raise InvalidArgument("part_places and part_rewards: must be from 1 on, and finite")
+    return Parts(owners, places, rewards)
 
 
 def _unscored(reply: pb.ScoreResponse, table: Floats) -> dict[int, Unscored]:

@@ -53,6 +53,8 @@ class SeveralScorerConfig(OwnConfig):
         for name, part in self.scorers.items():
             if given := sorted(part.model_fields_set & OwnConfig.model_fields.keys()):
                 yield f"scorers.{name}.{given[0]}: belongs to the whole; set it beside `kind: several`"
+            if getattr(part, "process", False):
+                yield f"scorers.{name}.process: true, but scores with names are earned at the end of a response"
 
     @property
     def names(self) -> tuple[str, ...]:

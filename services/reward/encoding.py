@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
-from quartet.wire.codec import Floats, Ints, check_length, pack_floats, unpack_longs
+from quartet.wire.codec import Floats, Ints, check_length, pack_floats, pack_longs, unpack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import LEAST_S, Pair
-from services.reward.scorers.scorer import EncodedPair, Result
+from services.reward.places import characters, sampled_places
+from services.reward.scorers.scorer import EncodedPair, InParts, Result
 
 NO_TEXT = Pair("", "")
 """Placeholder for the text of ids when no scorer reads texts."""
@@ -27,15 +28,25 @@ _MOST_SAID = 200
 """Most characters of a chat template's own error in a message."""
 
 
+Placed = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
+"""Takes a row and places in its response, as numbers of characters, and gives them as the caller reads them."""
+
+
 class ScoreCall:
     """A batcher's view of one Score call: the costs of its rows, the scorers' inputs, and the scores."""
 
     def __init__(
-        self, costs: NDArray[np.int32], items: Callable[[Sequence[int]], list[EncodedPair]], each: int
+        self,
+        costs: NDArray[np.int32],
+        items: Callable[[Sequence[int]], list[EncodedPair]],
+        each: int,
+        placed: Placed,
     ) -> None:
         """`each` is the number of scores of a row."""
         self.costs = costs
         self.items = items
+        self._placed = placed
+        self._parts: dict[int, InParts] = {}
         self.out: Floats = np.full((len(costs), each), np.nan, np.float32)
         """The scores, [B, K]; NaN for rows that are not scored."""
         self.unscored: dict[int, Unscored] = {}
@@ -46,8 +57,16 @@ class ScoreCall:
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, Unscored):
                 self.unscored[row] = result
+            elif isinstance(result, InParts):
+                self._parts[row] = result
+                self.out[row] = result.score
             else:
                 self.out[row] = result
+
+    @property
+    def in_parts(self) -> bool:
+        """True if `response` has to find the tokens that earn parts of scores, which takes time."""
+        return bool(self._parts)
 
     def response(self, scorer: pb.ScorerIdentity) -> pb.ScoreResponse:
         """The answer to the call."""
@@ -59,7 +78,22 @@ class ScoreCall:
             scorer=scorer,
             outcomes=outcomes.tobytes() if self.unscored else b"",
             reasons=[self.unscored[row].reason for row in sorted(self.unscored)],
+            **self._earned(),
         )
+
+    def _earned(self) -> dict[str, bytes]:
+        """The parts of the scores, as the fields of the answer that hold them; none without."""
+        if not self._parts:
+            return {}
+        rows = sorted(self._parts)
+        parts = [self._parts[row] for row in rows]
+        return {
+            "part_pairs": pack_longs(np.repeat(rows, [len(each.places) for each in parts])),
+            "part_places": pack_longs(
+                np.concatenate([self._placed(row, each.places) for row, each in zip(rows, parts, strict=True)])
+            ),
+            "part_rewards": pack_floats(np.concatenate([each.rewards for each in parts])),
+        }
 
 
 class Received:
@@ -131,6 +165,7 @@ class Encoder:
         """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
         request = received.request
         made: Callable[[_Known, Sequence[int]], list[EncodedPair]]
+        placed: Placed = _in_text
         if received.packed is not None:
             if self._tokenizer is None:
                 raise InvalidArgument("tokens: the scorer has no tokenizer; send texts or conversations")
@@ -138,12 +173,13 @@ class Encoder:
                 received.packed, {}, vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
             ).last_sequences()
             costs, made = trajectories.lengths, partial(self._from_tokens, trajectories)
+            placed = partial(self._earning, trajectories)
         elif received.field == "texts":
             costs, made = _of_texts(request), self._from_texts
         else:
             costs, made = _of_conversations(request), self._from_conversations
         known = _Known(request, len(costs))
-        return ScoreCall(costs, lambda rows: made(known, rows), self._each)
+        return ScoreCall(costs, lambda rows: made(known, rows), self._each, placed)
 
     def _from_tokens(self, trajectories: Columns, known: "_Known", rows: Sequence[int]) -> list[EncodedPair]:
         prompts, responses = trajectories.prompts, trajectories.responses
@@ -167,6 +203,14 @@ class Encoder:
             )
             for p, r, pt, rt, row in pairs
         ]
+
+    def _earning(self, trajectories: Columns, row: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sampled tokens of a trajectory that bring these places of its response's text, counted from 1."""
+        start = int(trajectories.starts[row])
+        response = slice(start + int(trajectories.prompt_lengths[row]), start + int(trajectories.lengths[row]))
+        ids = trajectories.ids[response]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return sampled_places(places, characters(self._tokenizer, ids, text), trajectories.sampled[response])
 
     def _parts(self, trajectories: Columns, row: int) -> tuple[str, ...]:
         """The texts of what follows the prompt, if it is more than a response."""
@@ -294,6 +338,10 @@ class Encoder:
         same = [a == b for a, b in zip(whole, prompt, strict=False)]
         begin = same.index(False) if False in same else len(same)
         return np.asarray(whole[:begin], np.int32), np.asarray(whole[begin:], np.int32)
+
+
+def _in_text(row: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    return places
 
 
 class _Known:

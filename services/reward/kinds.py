@@ -146,10 +146,15 @@ class FunctionScorerConfig(WorkerScorerConfig):
     names: tuple[ScoreName, ...] = ()
     """Names of the scores, if the function gives several for each pair: it then returns a mapping of exactly these
     names to numbers for each. Empty: it returns a number for each."""
+    process: bool = False
+    """The function may return a ProcessReward (quartet/wire/pairs.py) for a pair: a score of which parts are earned
+    within the response. A run then gives each part to the token that earns it."""
 
     def _problems(self) -> Iterator[str]:
         if len({*self.names}) < len(self.names):
             yield f"names: {', '.join(self.names)} has one twice; give each score a name of its own"
+        if self.names and self.process:
+            yield "process: true, but scores with names are earned at the end of a response; leave one of them out"
 
     @property
     def title(self) -> str:

@@ -84,6 +84,9 @@ class Reward(Doors):
         with self._admission.admitted(share, received.rows, received.tokens, received.field):
             call = self._encoder.call(received)
             await self._batcher.submit(share, call)
+            if call.in_parts:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._tokenizing, call.response, self._info.identity)
         return call.response(self._info.identity)
 
     async def infos(self) -> pb.RewardInfo:

@@ -15,7 +15,7 @@ from orchestrator.experience.requests import SampleRequest
 from quartet.columns import Columns
 from quartet.wire.outcomes import Unscored
 from services.critic.client import Values
-from services.reward.client import Scores
+from services.reward.client import Parts, Scores
 from services.rollout.sample import FinishReason, Sample, Sampling
 
 
@@ -140,6 +140,8 @@ class FakeReward(FakeAsk):
 
     scorer = "model:fake"
     names: tuple[str, ...] = ("score",)
+    parts: Callable[[list[int]], list[tuple[int, int, float]]] | None = None
+    """Takes the numbers of sampled tokens, and gives the parts of the scores: pair, place, reward."""
 
     async def score(self, trajectories: Columns, **known: Any) -> Scores:
         scores = await self.ask(trajectories, **known)
@@ -148,7 +150,13 @@ class FakeReward(FakeAsk):
         rows = [nothing if index in unscored else each for index, each in enumerate(scores)]
         table = np.asarray(rows, np.float32).reshape(-1, len(self.names))
         by_name = dict(zip(self.names, np.ascontiguousarray(table.T), strict=True))
-        return Scores(by_name, self.scorer, "hash", unscored)
+        return Scores(by_name, self.scorer, "hash", unscored, self._parts(trajectories))
+
+    def _parts(self, trajectories: Columns) -> Parts | None:
+        if self.parts is None:
+            return None
+        pairs, places, rewards = np.asarray(self.parts(trajectories.counts.tolist())).reshape(-1, 3).T
+        return Parts(pairs.astype(np.int64), places.astype(np.int64), rewards.astype(np.float32))
 
 
 def _sampled(columns: Columns, rows: Sequence[Any]) -> Any:

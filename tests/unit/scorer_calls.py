@@ -16,7 +16,7 @@ from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import Pair
 from services.reward.config import ScorerConfig
 from services.reward.scorers.function import FunctionScorer
-from services.reward.scorers.scorer import EncodedPair, Result
+from services.reward.scorers.scorer import EncodedPair, InParts, Result
 
 NO_IDS = np.zeros(1, np.int32)
 
@@ -41,7 +41,12 @@ class Call:
     def told(self) -> list[Any]:
         """The scores, and the outcomes of pairs without one."""
         ordered = [self.results[row] for row in range(len(self._pairs))]
-        return [each.outcome.name if isinstance(each, Unscored) else each.tolist()[0] for each in ordered]
+        return [
+            each.outcome.name
+            if isinstance(each, Unscored)
+            else (each.score if isinstance(each, InParts) else each)[0]
+            for each in ordered
+        ]
 
     def reason(self, row: int) -> str:
         """The reason for which a pair is not scored."""

@@ -4,6 +4,8 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from quartet.config.base import GIB, ConfigError
 from quartet.serving.batcher import SpoiltError
 from quartet.wire.errors import FailedPrecondition
 from quartet.wire.outcomes import Outcome, Unscored
-from services.reward.kinds import AnyWorkerScorerConfig
-from services.reward.scorers.scorer import EncodedPair, Result, results
+from services.reward.kinds import AnyWorkerScorerConfig, FunctionScorerConfig
+from services.reward.scorers.scorer import EncodedPair, InParts, Result, results
 from services.reward.scorers.workers import EndedError, LateError, Setting, StartError, Workers
 
 MOST_REASON = 500
@@ -38,6 +40,7 @@ class FunctionScorer:
         config.check_machine(where)
         self._name = config.title.removeprefix("function:")
         self._config = config
+        self._process = isinstance(config, FunctionScorerConfig) and config.process
         self.batch_tokens = config.batch_tokens
         self.names = config.names
         self.passes = config.workers
@@ -50,6 +53,7 @@ class FunctionScorer:
             memory_bytes=int(config.memory_gib * GIB),
             concurrency=config.concurrency,
             variables=config.variables,
+            process=self._process,
         )
         try:
             self._workers = Workers(setting)
@@ -57,7 +61,9 @@ class FunctionScorer:
             text = str(error)
             raise ConfigError(text if text.startswith(setting.field) else f"{setting.field}: {text}") from None
         digest = hashlib.sha256((config.source + self._workers.source).encode()).hexdigest()
-        self.identity = pb.ScorerIdentity(name=config.title, model_hash=digest, names=self.names)
+        self.identity = pb.ScorerIdentity(
+            name=config.title, model_hash=digest, names=self.names, process=self._process
+        )
 
     async def score(self, pairs: Sequence[EncodedPair]) -> list[Result]:
         """The function's results.
@@ -116,6 +122,7 @@ class FunctionScorer:
         values = np.frombuffer(answer["scores"], np.float64).reshape(pairs, len(self.names) or 1)
         with np.errstate(over="ignore"):
             found = results(values.astype(np.float32), self._name)
+        found = self._with_parts(found, answer["parts"])
         unscored = {int(row): why for row, why in answer["unscored"]}
         for row in range(pairs if pairs > 1 else 0):
             if (raised := unscored.get(row, {}).get("raised")) and raised["memory"]:
@@ -124,6 +131,21 @@ class FunctionScorer:
         for why in [why["raised"] for why in unscored.values() if "raised" in why][:_MOST_LOGGED]:
             self._log(why)
         return [self._unscored(unscored[row]) if row in unscored else each for row, each in enumerate(found)]
+
+    def _with_parts(self, found: Sequence[Result], parts: Sequence[tuple[int, int, float]]) -> list[Result]:
+        """The results with the parts of their scores: of each its row, place and reward."""
+        whole = list(found)
+        for row, several in groupby(parts, key=itemgetter(0)):
+            score = whole[row]
+            if isinstance(score, Unscored | InParts):
+                continue
+            places, rewards = zip(*((int(place), float(reward)) for _, place, reward in several), strict=True)
+            with np.errstate(over="ignore"):
+                [earned] = results(np.asarray([rewards], np.float32), self._name)
+            whole[row] = (
+                InParts(score, np.asarray(places, np.int64), earned) if isinstance(earned, np.ndarray) else earned
+            )
+        return whole
 
     def _unscored(self, why: Mapping[str, Any]) -> Unscored:
         """The outcome of a pair for which the function gave no score."""

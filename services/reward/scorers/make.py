@@ -19,7 +19,7 @@ from quartet.wire.outcomes import Unscored
 from services.reward.config import DEFAULT_LIMITS, ModelScorerConfig, ScorerConfig, SeveralScorerConfig
 from services.reward.scorers.function import FunctionScorer
 from services.reward.scorers.model import ModelScorer
-from services.reward.scorers.scorer import EncodedPair, Result, Scorer
+from services.reward.scorers.scorer import EncodedPair, InParts, Result, Scorer
 
 
 class SeveralScorers:
@@ -76,7 +76,7 @@ class SeveralScorers:
         for name, result in zip(self._scorers, results, strict=True):
             if isinstance(result, Unscored):
                 return _of(name, result)
-            scores.append(result)
+            scores.append(result.score if isinstance(result, InParts) else result)
         return np.concatenate(scores)
 
     def check(self) -> None:

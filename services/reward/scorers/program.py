@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import mmap
+import operator
 import os
 import reprlib
 import resource
@@ -83,10 +84,18 @@ class Caller:
     """
 
     def __init__(
-        self, function: Callable[..., Any], names: Sequence[str], place: "memoryview[int]", concurrency: int
+        self,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        place: "memoryview[int]",
+        concurrency: int,
+        *,
+        process: bool = False,
     ) -> None:
-        """`concurrency` is the largest number of pairs that a coroutine function has at the same time."""
+        """`concurrency` is the largest number of pairs that a coroutine function has at the same time. With `process`
+        it may return a ProcessReward for a pair."""
         self._concurrency = concurrency
+        self._process = process
         self._function = function
         self._names = names
         self._place = place
@@ -146,8 +155,9 @@ class Caller:
     def _told(self, rows: Sequence[Any], pairs: Sequence["Pair"]) -> dict[str, Any]:
         """The frame that holds what the function gave for each pair."""
         from quartet.wire.outcomes import Unscored
+        from quartet.wire.pairs import ProcessReward
 
-        scores, unscored = array("d"), list[Any]()
+        scores, unscored, parts = array("d"), list[Any](), list[Any]()
         nothing = [float("nan")] * (len(self._names) or 1)
         for row, given in enumerate(rows):
             if given is None:
@@ -158,11 +168,27 @@ class Caller:
                 if given.outcome not in range(1, 6):
                     raise DefectError(f"an Unscored of outcome {given.outcome!r} for {_named(pairs[row])}")
                 unscored.append([row, {"outcome": int(given.outcome), "reason": str(given.reason)[:_MOST_TEXT]}])
+            elif isinstance(given, ProcessReward) and self._process:
+                earned = [self._part(each, pairs[row]) for each in given.parts]
+                scores.append(sum((reward for _, reward in earned), start=_number(given.score, pairs[row])))
+                parts += [[row, place, reward] for place, reward in earned]
+                continue
             else:
                 scores.extend(self._numbers(given, pairs[row]))
                 continue
             scores.extend(nothing)
-        return {"scores": scores.tobytes(), "unscored": unscored}
+        return {"scores": scores.tobytes(), "unscored": unscored, "parts": parts}
+
+    def _part(self, given: Any, pair: "Pair") -> tuple[int, float]:
+        """A part of a score: the number of characters of the response with which it is earned, and its reward."""
+        try:
+            place, reward = given
+            place = operator.index(place)
+        except (TypeError, ValueError):
+            raise DefectError(f"a part that is no number of characters and reward for {_named(pair)}") from None
+        if not 0 < place <= len(pair.response):
+            raise DefectError(f"a part at {place} of {len(pair.response)} characters for {_named(pair)}")
+        return place, _number(reward, pair)
 
     def _numbers(self, given: Any, pair: "Pair") -> list[float]:
         """The scores of a pair in the order of the names."""
@@ -379,7 +405,7 @@ def _work(
 
     try:
         function, source = loaded or _loaded(first)
-        caller = Caller(function, first["names"], place, first["concurrency"])
+        caller = Caller(function, first["names"], place, first["concurrency"], process=first["process"])
     except BaseException as error:
         sock.sendall(_problem(error))
         os._exit(1)

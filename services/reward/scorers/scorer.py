@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protos import reward_pb2 as pb
 from quartet.wire.codec import Floats, Ints
@@ -21,7 +22,19 @@ class EncodedPair:
     pair: Pair
 
 
-Result = Floats | Unscored
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """The score of a pair of which parts are earned within the response."""
+
+    score: Floats
+    """With all parts, [1] float32."""
+    places: NDArray[np.int64]
+    """Place of each part, [P]: the number of characters of the response with which it is earned."""
+    rewards: Floats
+    """[P], finite."""
+
+
+Result = Floats | InParts | Unscored
 """The scores of a pair, [K] float32, or the reason why it is not scored."""
 
 

@@ -74,6 +74,8 @@ class Setting:
     """Most pairs of a coroutine function at the same time."""
     variables: Sequence[str] = ()
     """Further variables of the environment."""
+    process: bool = False
+    """True if it may return a ProcessReward for a pair."""
 
 
 class StartError(Exception):
@@ -127,6 +129,7 @@ class Origin:
             "function": setting.function,
             "options": setting.options,
             "names": list(setting.names),
+            "process": setting.process,
             "field": setting.field,
             "memory_bytes": setting.memory_bytes,
             "concurrency": setting.concurrency,

@@ -8,7 +8,7 @@ import pytest
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize(("page", "examples"), [("algorithm.md", 6), ("rewards.md", 12)])
+@pytest.mark.parametrize(("page", "examples"), [("algorithm.md", 6), ("rewards.md", 16)])
 def test_what_a_page_computes_is_what_comes_out(page: str, examples: int) -> None:
     done = doctest.testfile(str(DOCS / page), module_relative=False)
     assert (done.failed, done.attempted) == (0, examples)

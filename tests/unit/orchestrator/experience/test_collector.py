@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.evaluation.evaluator import kl_of
 from orchestrator.experience.collector import Collector
+from orchestrator.loop.step_metrics import process
 from quartet.config.base import ConfigError
 from quartet.wire.errors import DeadlineExceeded, ServiceError, Unavailable
 from services.rollout.sample import Sampling
@@ -47,6 +48,23 @@ async def test_every_prompt_has_its_experience_in_the_order_of_the_prompts(fakes
     assert collected.tokens == 1 + 2 + 3 + 4 + 5
     assert collected.generate_s > 0
     assert collected.score_s >= 0
+
+
+async def test_parts_of_scores_are_columns_at_the_tokens_that_earned_them(fakes: Fakes, policy_folder: Path) -> None:
+    # Samples of 1, 2 and 3 tokens, two in a call.
+    fakes.reward.parts = lambda lengths: [
+        (pair, place, 10.0 * length + place) for pair, length in enumerate(lengths) for place in range(2, length + 1)
+    ]
+    collected = await make_collector(fakes, policy_folder).collect(make_requests(3), version=3, critic_step=0)
+    assert [row.tolist() for row in collected.columns.rows("process_rewards")] == [[0], [0, 22], [0, 32, 33]]
+    assert process(collected) == {"reward/process": pytest.approx((22 + 32 + 33) / 3)}
+    assert collected.columns["score"].tolist() == [10, 11, 12]  # which hold them, as the service says
+    fakes.reward.parts = lambda lengths: [(0, lengths[0] + 1, 1.0)]
+    with pytest.raises(ExceptionGroup) as caught:
+        await make_collector(fakes, policy_folder).collect(make_requests(1), version=3, critic_step=0)
+    assert [str(leaf) for leaf in leaves(caught.value)] == [
+        "reward.Score: part_places: 2 for sample 0 of the call, whose last sequence has 1 sampled tokens"
+    ]
 
 
 async def test_every_sample_is_judged_once_by_each_service(fakes: Fakes, policy_folder: Path) -> None:

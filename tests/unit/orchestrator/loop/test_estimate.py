@@ -227,6 +227,19 @@ def test_a_turns_reward_is_normalised_and_weighed_as_the_score_is() -> None:
     check(clipped.returns, [[1.0, 0.5], [-1.0]])
 
 
+def test_a_process_reward_is_earned_as_a_turns_reward_is_and_beside_it() -> None:
+    experience = collected(BATCH)
+
+    def made(**columns: list[float]) -> list[list[float]]:
+        given = {name: np.asarray([*first, 0.0], np.float32) for name, first in columns.items()}
+        batch = Batch.of(experience.with_sampled(**given))
+        settings = PPO(**plain({}, gae_lambda=0.5))
+        return cut(estimate_advantages(batch, batch.padded(OLD), settings, 0.0, {}, step=1).advantages, OLD)
+
+    check(made(process_rewards=[0.5, 0.0]), [[1.25, 0.5], [-1.0]])
+    check(made(process_rewards=[0.25, 0.0], turn_rewards=[0.25, 0.0]), [[1.25, 0.5], [-1.0]])
+
+
 def test_equal_scores_are_equal_whatever_parts_of_them_turns_earned() -> None:
     """A float32 sum of the parts may be a rounding away from the score, which a small deviation would make large."""
     parts = np.asarray([*[0.1] * 4, 0.0, *[0.0] * 5], np.float32)

@@ -10,11 +10,11 @@ import pytest
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
-from quartet.wire.codec import pack_longs
+from quartet.wire.codec import pack_longs, unpack_floats, unpack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
 from services.reward.encoding import Encoder, Received
-from services.reward.scorers.scorer import EncodedPair
+from services.reward.scorers.scorer import EncodedPair, InParts
 from tests.models import BOS, EOS, PAD, UNK, make_tokenizer
 from tests.trajectories import of
 
@@ -51,6 +51,40 @@ def test_ids_and_their_text_are_the_same_pairs() -> None:
     ]
     assert plain(decode(ENCODER, first)) == expected
     assert plain(decode(ENCODER, second)) == expected
+
+
+def earned(request: pb.ScoreRequest, rows: dict[int, InParts]) -> list[tuple[int, int, float]]:
+    """The parts in the answer to a request whose pairs have these results."""
+    call = ENCODER.call(Received(request))
+    assert not call.in_parts
+    call.put([*rows], [*rows.values()])
+    assert call.in_parts
+    reply = call.response(pb.ScorerIdentity(process=True))
+    pairs, places = unpack_longs(reply.part_pairs, ""), unpack_longs(reply.part_places, "")
+    return list(zip(pairs.tolist(), places.tolist(), unpack_floats(reply.part_rewards, "").tolist(), strict=True))
+
+
+def in_parts(score: float, *parts: tuple[int, float]) -> InParts:
+    places, rewards = zip(*parts, strict=True)
+    return InParts(np.asarray([score], np.float32), np.asarray(places), np.asarray(rewards, np.float32))
+
+
+def test_parts_of_a_score_are_at_sampled_tokens_of_ids_and_at_characters_of_texts() -> None:
+    parts = {1: in_parts(3.0, (2, 1.0), (3, -0.5)), 0: in_parts(1.0, (5, 0.25))}
+    # w8 w9 | w10 w4
+    asked = by_ids(ids([BOS], [BOS, 7]), ids([8, 9, EOS], [10, 4, EOS]))
+    assert earned(asked, parts) == [(0, 2, 0.25), (1, 1, 1.0), (1, 1, -0.5)]
+    texts = by_text(["w5", "w7"], ["w8 w9", "w10 w4"])
+    assert earned(texts, parts) == [(0, 5, 0.25), (1, 2, 1.0), (1, 3, -0.5)]
+
+
+def test_parts_in_an_environments_answer_are_earned_by_the_response_before_it() -> None:
+    marks = np.asarray([False, True, True, False, False, True])
+    columns = Columns(np.asarray([BOS, 8, 9, 5, 6, 7], np.int32), np.asarray([6], np.int32), marks, {})
+    # w8 w9 w5 w6 w7, of which w5 and w6 were given.
+    asked = pb.ScoreRequest(tokens=columns.pack())
+    found = earned(asked, {0: in_parts(0.0, (2, 1.0), (8, 2.0), (11, 3.0), (14, 4.0))})
+    assert found == [(0, 1, 1.0), (0, 2, 2.0), (0, 2, 3.0), (0, 3, 4.0)]
 
 
 def test_a_response_without_an_end_was_cut_off() -> None:

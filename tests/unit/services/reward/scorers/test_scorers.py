@@ -29,7 +29,7 @@ from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig, ScorerConfig
 from services.reward.replica import Reward
 from services.reward.scorers.make import SeveralScorers, make_scorer
-from services.reward.scorers.scorer import EncodedPair, Result, Scorer
+from services.reward.scorers.scorer import EncodedPair, InParts, Result, Scorer
 from tests import plain
 from tests.models import MAX_LENGTH, REWARD_MEAN, REWARD_STD, WORDS, make_reward, make_tokenizer
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
@@ -228,14 +228,47 @@ def test_a_pair_with_a_wrong_answer_is_named_by_its_texts_wherever_it_is_in_a_ca
     assert len(str(caught.value)) < 300
 
 
+def test_a_process_reward_is_a_score_and_its_parts() -> None:
+    def pair(response: str, label: str = "") -> EncodedPair:
+        return EncodedPair(PAIRS[0].prompt_ids, PAIRS[0].response_ids, Pair("", response, label))
+
+    made = make(**function("odd_words"), process=True)
+    assert made.identity.process
+    first, nothing, plain = scored(made, [pair("w3 w4 w11"), pair("w3", "none"), pair("w4")])
+    assert isinstance(first, InParts)
+    assert (first.score.tolist(), first.places.tolist(), first.rewards.tolist()) == ([24.0], [2, 9], [3.0, 11.0])
+    assert isinstance(nothing, Unscored)
+    assert isinstance(plain, np.ndarray)  # a score without parts is a score
+    assert plain.tolist() == [10.0]
+    wrong = make(**function("wrong_process"), process=True)
+    for parts, message in [
+        ("[[3, 1]]", r"a part at 3 of 2 characters for prompt '', response 'w4'; should give one number each$"),
+        ("[[0, 1]]", "a part at 0 of 2 characters"),
+        ("[[1.5, 1]]", "a part that is no number of characters and reward"),
+        ("[7]", "a part that is no number of characters and reward"),
+        ('[[1, "x"]]', "something that is no number for"),
+    ]:
+        with pytest.raises(FailedPrecondition, match=f"^tests.scorers:wrong_process gave {message}"):
+            scored(wrong, [pair("w4", parts)])
+    [infinite] = scored(wrong, [pair("w4", "[[1, 1e39], [2, -1e39]]")])
+    assert isinstance(infinite, Unscored)
+    assert infinite.outcome is Outcome.NOT_FINITE
+    with pytest.raises(FailedPrecondition, match="gave something that is no number for"):
+        scored(make(**function("odd_words")), [pair("w3")])
+    with pytest.raises(ValueError, match="process: true, but scores with names are earned at the end"):
+        make(**function("odd_words"), process=True, names=("a",))
+    with pytest.raises(ValueError, match=r"scorers.a.process: true, but scores with names are earned at the end"):
+        make(kind="several", scorers={"a": function("odd_words") | {"process": True}})
+
+
 def test_a_function_says_itself_that_a_pair_is_not_scored() -> None:
     two, four, one, _ = PAIRS
     results = scored(make(**function("picky")), [two, one, four])
-    told = [each if isinstance(each, Unscored) else each.tolist() for each in results]
+    told = [each.tolist() if isinstance(each, np.ndarray) else each for each in results]
     assert told == [[2.0], Unscored(Outcome.REFUSED, "one word is not judged"), [4.0]]
     several = make(kind="several", scorers={"words": function("count"), "picky": function("picky")})
     results = scored(several, [two, one])
-    told = [each if isinstance(each, Unscored) else each.tolist() for each in results]
+    told = [each.tolist() if isinstance(each, np.ndarray) else each for each in results]
     assert told == [[2.0, 2.0], Unscored(Outcome.REFUSED, "picky: one word is not judged")]
     with pytest.raises(
         FailedPrecondition, match=f"says_scored gave an Unscored of outcome .* for {FIRST}; should give"
@@ -292,7 +325,7 @@ def test_functions_whose_named_scores_are_wrong_are_named(name: str, message: st
 
 def test_a_pair_is_scored_by_all_names_or_by_none() -> None:
     *good, wrong = scored(make(**named("two_not_finite", "right", "words")))
-    assert [each.tolist() for each in good if not isinstance(each, Unscored)] == [[0.0, n] for n in LENGTHS[1:]]
+    assert [each.tolist() for each in good if isinstance(each, np.ndarray)] == [[0.0, n] for n in LENGTHS[1:]]
     assert isinstance(wrong, Unscored)
     assert wrong.outcome is Outcome.NOT_FINITE
 

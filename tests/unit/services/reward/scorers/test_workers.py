@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -104,7 +105,7 @@ async def test_the_callers_own_time_counts_too() -> None:
 async def test_a_coroutine_function_has_all_pairs_at_once_each_with_its_time() -> None:
     made = scorer("waits")
     results = await made.score([row(Pair("w1", "w2", label)) for label in ["5", "5", "hangs", "raises", "5"]])
-    told = [each.outcome.name if isinstance(each, Unscored) else each.tolist()[0] for each in results]
+    told = [each.outcome.name if isinstance(each, Unscored) else each for each in results]
     assert told == [1.0, 1.0, "TIMEOUT", "FAILED", 1.0]
     assert "took longer for a pair than pair_timeout_s, 2 s" in str(results[2])
     assert "waits raised ValueError in line" in str(results[3])
@@ -124,7 +125,7 @@ async def test_a_function_sees_what_it_asks_for_of_the_environment_and_no_secret
     made = scorer("secrets", environment=("JUDGE_KEY",))
     labels = ["PATH", "WANDB_API_KEY", "RAY_AUTH_TOKEN", "JUDGE_KEY"]
     results = await made.score([row(Pair("", "", label)) for label in labels])
-    assert [float(each[0]) for each in results if not isinstance(each, Unscored)] == [1, 0, 0, 1]
+    assert [float(each[0]) for each in results if isinstance(each, np.ndarray)] == [1, 0, 0, 1]
 
 
 async def test_all_of_a_pair_arrives() -> None:
@@ -246,7 +247,7 @@ PARENT = """
 import asyncio, os, sys
 from services.reward.kinds import FunctionScorerConfig
 from services.reward.scorers.function import FunctionScorer
-from services.reward.scorers.scorer import EncodedPair
+from services.reward.scorers.scorer import EncodedPair, InParts
 from quartet.wire.pairs import Pair
 
 async def main():
