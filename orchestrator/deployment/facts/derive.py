@@ -284,7 +284,7 @@ class _Derivation:
     def _rollout(self) -> dict[str, Any]:
         args: dict[str, Any] = {"model": self._facts.model, "dtype": self._dtype, "max_length": self._whole}
         args["max_num_seqs"] = min(256, max(2, self._facts.batch_size))
-        if self._facts.lora and (self._facts.orchestrator.get("weights") or {}).get("adapters") is True:
+        if self._facts.lora and self._set("weights", "adapters") is True:
             args["adapters"] = self._lora
         # Of a GPU of its own the engine takes what is left.
         return args | ({"kv_cache_mib": self._kv_cache} if self._layout.rollout < 1 else {})
@@ -330,6 +330,11 @@ class _Derivation:
         args |= {"packing": self._packing(model, field), "micro_batch_tokens": self._most_tokens}
         return args | ({"lora": self._lora} if self._facts.lora else {})
 
+    def _set(self, section: str, key: str, default: Any = None) -> Any:
+        """A key that the file sets in a section of `orchestrator:`. Another value than a mapping is refused later."""
+        given = self._facts.orchestrator.get(section)
+        return given.get(key, default) if isinstance(given, Mapping) else default
+
     @property
     def _lora(self) -> dict[str, Any]:
         assert self._facts.lora is not None
@@ -349,7 +354,7 @@ class _Derivation:
         for name, conversation in (("environment", facts.environment), ("agent", facts.agent)):
             section |= {} if conversation is None else {name: conversation.model_dump(exclude_unset=True)}
         section["algorithm"] = {"kind": facts.algorithm.kind} | self._usual() | self._algorithm
-        ranks = (facts.orchestrator.get("policy") or {}).get("ranks", layout.policy_ranks)
+        ranks = self._set("policy", "ranks", layout.policy_ranks)
         policy = self._learner(facts.model, "model", ranks)
         policy["optimizer"] = {"learning_rate": facts.algorithm.learning_rate}
         policy |= {"num_cpus": layout.cpus} | ({"num_gpus": layout.policy} if layout.policy else {})
@@ -373,7 +378,7 @@ class _Derivation:
         """True if the engine's log-probs may stand for the learner's, which cost a pass: in float32, where they are
         equal but for rounding, unless the samples are to be corrected."""
         corrected = {"correction", "importance_cap", "importance_band"} & self._algorithm.keys()
-        stale = (self._facts.orchestrator.get("loop") or {}).get("max_staleness")
+        stale = self._set("loop", "max_staleness")
         return self._dtype == "float32" and not corrected and not stale
 
     def _is_not_normalised(self) -> bool:

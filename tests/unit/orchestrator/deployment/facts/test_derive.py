@@ -272,6 +272,12 @@ def test_the_engine_gets_the_adapters_that_a_run_pushes_alone(facts: dict[str, A
     assert "adapters" not in args(whole(facts | {"lora": {"rank": 8}}), "rollout")
 
 
+@pytest.mark.parametrize("section", ["weights", "policy", "loop"])
+def test_a_section_that_is_none_is_named(facts: dict[str, Any], tmp_path: Path, section: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^orchestrator\.{section}: should be a mapping of fields to values, got"):
+        loaded(facts | {"lora": {"rank": 8}, "orchestrator": {section: 5}}, tmp_path)
+
+
 def test_the_guard_is_first_whatever_is_deployed(facts: dict[str, Any]) -> None:
     for reward in (facts["reward"], "10.0.0.7:19000"):
         raw = whole(facts | {"reward": reward, "port": 19500, "http_port": 18500})
