@@ -143,6 +143,12 @@ def test_what_is_null_in_the_rollout_section_is_left_to_its_defaults(policy_fold
         assert env_vars(ROLLOUT | {"runtime_env": runtime_env}, "applications.rollout") == variables
 
 
+def test_another_model_is_loaded_without_the_adapters_that_a_run_pushes(policy_folder: Path, tmp_path: Path) -> None:
+    deployed = ROLLOUT | {"args": {"model": "elsewhere", "max_length": 64, "adapters": {"rank": 4}}}
+    config = rollout_config(load(tmp_path, policy_folder, [deployed]), str(policy_folder))
+    assert (config.max_length, config.adapters) == (64, None)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
