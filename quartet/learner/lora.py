@@ -28,7 +28,7 @@ def add_adapters(model: nn.Module, config: LoraConfig | None) -> nn.Module:
     """Adds adapters to the model and freezes everything else; without a config the model stays as it is.
 
     Raises:
-        ConfigError: no layer has one of the names in `target_modules`.
+        ConfigError: no layer has one of the names in `target_modules`, or one has and cannot get an adapter.
     """
     if config is None:
         return model
@@ -41,7 +41,20 @@ def add_adapters(model: nn.Module, config: LoraConfig | None) -> nn.Module:
         peft.inject_adapter_in_model(_described(model, config, targets), model)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: {error}") from None
+    _check_untied(model)
     return model
+
+
+def _check_untied(model: nn.Module) -> None:
+    """Raises ConfigError if an adapter is on a matrix that two layers share, of which it would change one: merged, it
+    would change both or neither."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for shared in names.values():
+        if len(shared) > 1 and any(f".{BASE}." in name for name in shared):
+            both = " and ".join(name.replace(f".{BASE}.", ".") for name in shared)
+            raise ConfigError(f"lora.target_modules: {both} are one matrix, which gets no adapter; leave them out")
 
 
 def _described(model: nn.Module, config: LoraConfig, targets: str | list[str], **more: Any) -> Any:
@@ -62,7 +75,8 @@ def separable(module: nn.Module) -> bool:
 
 def write_adapters(folder: Path, tensors: Mapping[str, torch.Tensor], module: nn.Module, config: LoraConfig) -> None:
     """Writes adapters, by the names of `adapters_of`, to a new folder in peft's format."""
-    base, targets = module.config.name_or_path, sorted({*map(adapted_layer, tensors)})
+    base = module.config.name_or_path
+    targets = sorted(config.target_modules or {*map(adapted_layer, tensors)})
     folder.mkdir()
     described = _described(module, config, targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
     described.save_pretrained(folder)
@@ -71,12 +85,19 @@ def write_adapters(folder: Path, tensors: Mapping[str, torch.Tensor], module: nn
 
 
 def adapters_for(folder: str, dtype: str, config: LoraConfig) -> dict[str, torch.Tensor]:
-    """Name -> A or B, without data (`meta`), of the adapters that a learner of the model in `folder` would have.
+    """Name -> A or B, without data (`meta`), of the adapters that a learner of the model in `folder` would push.
 
     Raises:
-        ConfigError: as `add_adapters` and `adapters_of`.
+        ConfigError: as `add_adapters` and `adapters_of`; or the embeddings or the head have an adapter, with which no
+            engine computes.
     """
-    model = add_adapters(shape_of_causal(folder, dtype), config)
+    model: Any = add_adapters(shape_of_causal(folder, dtype), config)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if found := [name for name, layer in model.named_modules() if layer in ends and hasattr(layer, BASE)]:
+        raise ConfigError(
+            f"lora.target_modules: {' and '.join(found)}: adapters of embeddings and head can only be pushed merged; "
+            "leave weights.adapters out"
+        )
     return {weight.name: weight.parameter for weight in adapters_of(model)}
 
 
@@ -136,7 +157,7 @@ def adapters_of(module: nn.Module) -> Iterator[Weight]:
                     f"lora: {layer.replace(f'.{BASE}', '')} holds several matrices in one parameter, whose "
                     "adapters can only be pushed merged; leave weights.adapters out"
                 )
-            yield Weight(f"{layer}{_ADAPTER}{part.replace(f'.{NAME}.', '.')}", parameter)
+            yield Weight(f"{layer}{_ADAPTER}{part.replace(f'.{NAME}', '')}", parameter)
 
 
 def _of_one_matrix(module: nn.Module, name: str) -> bool:
@@ -152,7 +173,7 @@ def is_adapter(name: str) -> bool:
 
 def adapted_layer(name: str) -> str:
     """The last part of the name of the layer to which an A or B of `adapters_of` belongs, such as `q_proj`."""
-    return name.split(".")[-3]
+    return name.rpartition(_ADAPTER)[0].rpartition(".")[2]
 
 
 def weight_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:

@@ -3,7 +3,8 @@
 Each reason is a line. What only the machine of a replica can tell is left to its start.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from orchestrator.deployment.file import Deployment, ServicesFile
 from orchestrator.deployment.memory_sums import MemorySums
 from orchestrator.deployment.recomputation import decided
 from quartet.config.base import MIB, ConfigError
-from quartet.config.learner import LearnerConfig
+from quartet.config.learner import LearnerConfig, LoraConfig
 from quartet.folders import unusable
+from quartet.learner.lora import adapters_for, add_adapters
 from quartet.models.device import VISIBLE
 from quartet.models.loading import shape_of_causal
 from quartet.models.size import BYTES, head_size
@@ -62,6 +64,9 @@ def unstartable(deployment: ServicesFile) -> Iterator[str]:
             if gpus_of_replicas(deployment) == 0:
                 yield from unfit_heads(section, name)
             yield from _engine(deployment, section, f"{where}.args", gpus)
+            if section.adapters and load_model_config(section.model) is not None:
+                pushed = partial(adapters_for, section.model, section.dtype, section.adapters)
+                yield from _problem(pushed, f"{where}.args.adapters")
             for field, known in unknown_parsers(section).items():
                 yield f"{where}.args.{field}: should be one of {', '.join(known)}; got {getattr(section, field)!r}"
         if isinstance(section, ReferenceConfig) and section.offload and gpus > 1:
@@ -108,14 +113,29 @@ def _unfit_learner(section: LearnerConfig, where: str) -> Iterator[str]:
             check_divisible(shape, size)
         except ConfigError as error:
             yield f"{where}.{error}"
-    wanted = section.lora.target_modules if section.lora else None
+    if section.lora:
+        yield from _unfit_adapters(shape, section, section.lora, f"{where}.lora")
+
+
+def _unfit_adapters(shape: torch.nn.Module, section: LearnerConfig, lora: LoraConfig, where: str) -> Iterator[str]:
+    """Layers that are to get an adapter and cannot."""
     linear = {name.rpartition(".")[2] for name, layer in shape.named_modules() if isinstance(layer, torch.nn.Linear)}
     ends = {name.rpartition(".")[2] for name, _ in shape.named_modules()}
-    if wanted and not ends & {name.rpartition(".")[2] for name in wanted}:
+    if missing := [name for name in lora.target_modules or () if name.rpartition(".")[2] not in ends]:
         yield (
-            f"{where}.lora.target_modules: {section.model} has no layer that is called {' or '.join(wanted)}; its "
+            f"{where}.target_modules: {section.model} has no layer that is called {' or '.join(missing)}; its "
             f"linear layers are {', '.join(sorted(linear))}"
         )
+        return
+    yield from _problem(partial(add_adapters, shape, lora), where)
+
+
+def _problem(make: Callable[[], object], where: str) -> Iterator[str]:
+    """Yields the error of adapters that cannot be made."""
+    try:
+        make()
+    except ConfigError as error:
+        yield str(error).replace("lora", where, 1)
 
 
 def beyond_this_machine(deployment: ServicesFile, cpus: int, gpus: int) -> Iterator[str]:

@@ -71,6 +71,10 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             "orchestrator.policy.lora.target_modules: ",
         ),
         (
+            lambda raw: raw["orchestrator"]["policy"].update(lora={"target_modules": ["q_proj", "norm"]}),
+            "orchestrator.policy.lora.target_modules: Target module ",
+        ),
+        (
             lambda raw: args(raw, "reward").update(scorer={"kind": "function", "function": "itertools:chain"}),
             "applications.reward.args.scorer.function: itertools:chain has no Python source to identify it by",
         ),
@@ -82,6 +86,20 @@ def test_a_service_that_would_not_start_is_refused(
     checked(raw, tmp_path)
     change(raw)
     refused(raw, tmp_path, message)
+
+
+def test_each_layer_that_is_to_get_an_adapter_has_to_be_there(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["orchestrator"]["policy"]["lora"] = {"target_modules": ["q_proj", "qkv", "model.out"]}
+    [told] = problems(raw, tmp_path)
+    assert re.search(r"lora\.target_modules: .* has no layer that is called qkv or model\.out; its linear", told)
+
+
+def test_a_head_whose_adapter_no_engine_computes_with_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    lora = {"target_modules": ["q_proj", "lm_head"]}
+    raw["orchestrator"]["policy"]["lora"] = args(raw, "rollout")["adapters"] = lora
+    raw["orchestrator"]["weights"] = {"adapters": True}
+    field = "applications.rollout.args.adapters.target_modules"
+    refused(raw, tmp_path, f"{field}: lm_head: adapters of embeddings and head can only be pushed merged; leave ")
 
 
 def test_a_parser_that_the_engine_does_not_have_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:

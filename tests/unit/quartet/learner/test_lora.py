@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from orchestrator.algorithms.ppo import PPO
@@ -15,7 +16,7 @@ from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.learner import module
-from quartet.learner.lora import adapted_layer, adapters_for, add_adapters, weights_of
+from quartet.learner.lora import NAME, adapted_layer, adapters_for, add_adapters, weights_of
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.ranks.ranks import Ranks
@@ -62,6 +63,22 @@ def test_adapters_where_they_are_asked_for(policy_folder: Path) -> None:
         add_adapters(load_causal(str(policy_folder), "float32"), LoraConfig(target_modules=("nowhere",)))
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_a_matrix_of_two_layers_gets_no_adapter_and_that_of_one_is_only_pushed_merged(
+    tmp_path: Path, name: str
+) -> None:
+    lora = LoraConfig(rank=2, target_modules=("q_proj", name))
+    tied, untied = (make_policy(tmp_path / str(tied), kind="llama", tied=tied) for tied in (True, False))
+    both = "model.embed_tokens.weight and lm_head.weight are one matrix"
+    with pytest.raises(ConfigError, match=rf"^lora.target_modules: {both}, which gets no adapter"):
+        add_adapters(load_causal(str(tied), "float32"), lora)
+    weights = {weight.name: weight for weight in weights_of(add_adapters(load_causal(str(untied), "float32"), lora))}
+    adapted = {each for each, weight in weights.items() if weight.layer is not None and "q_proj" not in each}
+    assert [each.split(".")[-2] for each in adapted] == [name]
+    with pytest.raises(ConfigError, match=rf"^lora.target_modules: .*{name}: adapters of embeddings and head can on"):
+        adapters_for(str(untied), "float32", lora)
+
+
 def test_the_saved_policy_is_the_trained_one_and_differs_by_matrices_of_low_rank(
     policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,10 +122,14 @@ def test_adapters_of_experts_in_one_parameter_are_not_pushed_alone(tmp_path: Pat
         adapters_for(str(folder), "float32", LORA)
 
 
-@pytest.mark.parametrize("family", ["qwen2.5", "gpt2"])
-def test_the_adapters_that_are_saved_beside_the_model_compute_as_it_with_peft(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "targets"), [("qwen2.5", None), ("gpt2", None), ("qwen3", ("embed_tokens", "layers.1.mlp.up_proj"))]
+)
+def test_the_adapters_that_are_saved_beside_the_model_compute_as_it_with_peft(
+    tmp_path: Path, family: str, targets: tuple[str, ...] | None
+) -> None:
     folder = FAMILIES[family].make(tmp_path / family)
-    trainer = make_trainer(folder, lora=LORA)
+    trainer = make_trainer(folder, lora=LORA.model_copy(update={"target_modules": targets}))
     for parameter in trainer._learner.module.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -121,6 +142,8 @@ def test_the_adapters_that_are_saved_beside_the_model_compute_as_it_with_peft(tm
         merged, alone = whole(ids).logits, adapted(ids).logits
     assert float((alone - plain).abs().max()) > 0.1
     assert float((alone - merged).abs().max()) < 1e-4
+    named = {name.replace(f".{NAME}", "") for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert load_file(saved / "adapters" / "adapter_model.safetensors").keys() == named
     described = json.loads((saved / "adapters" / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(folder)
     # A second time in its place, and as part of a snapshot.
