@@ -27,7 +27,7 @@ from benchmarks.figures import keep
 from benchmarks.gpu.engine import mismatch
 from benchmarks.gpu.models import SIZES, make, tokens
 from quartet.config.learner import LoraConfig
-from quartet.learner.lora import Weight, adapters_of, add_adapters, weights_of
+from quartet.learner.lora import Weight, adapters_of, add_adapters, scaled, weights_of
 from quartet.models.loading import load_causal
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.sender import Sender, make_sender
@@ -70,7 +70,8 @@ class Side:
 
     name: str
     engine: Any
-    adapters: bool
+    lora: LoraConfig | None
+    """The adapters, if it brings these alone."""
     model: Any
     push_s: list[float] = field(default_factory=list)
     sampling_s: list[float] = field(default_factory=list)
@@ -89,7 +90,8 @@ class Side:
     async def push(self, version: int) -> float:
         """Seconds of a push of the model's weights of now."""
         began = time.perf_counter()
-        self.sender.load(((weight.name, weight.merged()) for weight in self._weights()), version)
+        weights = ((weight.name, weight.merged()) for weight in self._weights())
+        self.sender.load(weights if self.lora is None else scaled(weights, self.lora), version)
         await self.engine.pause("keep")
         await self.engine.receive(self.manifest)
         await self.engine.commit(version)
@@ -113,7 +115,7 @@ class Side:
         }
 
     def _weights(self) -> Iterator[Weight]:
-        return adapters_of(self.model) if self.adapters else weights_of(self.model)
+        return weights_of(self.model) if self.lora is None else adapters_of(self.model)
 
 
 async def _measured(
@@ -126,7 +128,7 @@ async def _measured(
     given = {"model": str(folder), "dtype": dtype, "max_length": PROMPT + new, "kv_cache_mib": 64}
     merged = await VLLMEngine.start(RolloutConfig.parse(given, "engine"))
     alone = await VLLMEngine.start(RolloutConfig.parse(given | {"adapters": lora.model_dump()}, "engine"))
-    sides = Side("merged", merged, False, model), Side("alone", alone, True, model)
+    sides = Side("merged", merged, None, model), Side("alone", alone, lora, model)
     draw, sampling = np.random.default_rng(0), Sampling(max_new_tokens=new, ignore_eos=True)
     asked = [draw.integers(2, tokens(size), PROMPT).astype(np.int32) for _ in range(prompts)]
     try:

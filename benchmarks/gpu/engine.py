@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "graphs, 2048 tokens a step": {"max_num_batched_tokens": 2048},
     "graphs, colocate": {"colocate": True},
-    "graphs, adapters": {"adapters": {"rank": 16}},
+    "graphs, adapters": {"adapters": {"rank": 16, "alpha": 16}},  # whose B is pushed as it is
 }
 
 

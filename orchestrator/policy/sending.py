@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from quartet.config.learner import LoraConfig
 from quartet.learner.learner import RankLearner
+from quartet.learner.lora import scaled
 from quartet.models.device import gpu_uuid
 from quartet.ranks.rendezvous import node_address
 from quartet.weight_transfer.manifest import Manifest
@@ -15,8 +17,9 @@ from quartet.weight_transfer.sender import Sender, make_sender
 class WeightSending:
     """A rank's part in sending the learner's weights to the rollout replicas. Sending ranks are 0 to senders - 1."""
 
-    def __init__(self, learner: RankLearner, *, adapters: bool = False) -> None:
-        """`adapters` sends the learner's adapters alone, which replicas compute with beside weights of their own."""
+    def __init__(self, learner: RankLearner, *, adapters: LoraConfig | None = None) -> None:
+        """`adapters` sends the learner's adapters, which these are, alone: replicas compute with them beside weights
+        of their own."""
         self._learner = learner
         self._adapters = adapters
         self._sender: Sender | None = None
@@ -65,10 +68,12 @@ class WeightSending:
         return self._manifest
 
     def _shapes(self) -> Mapping[str, Tensor]:
-        return self._learner.shapes(adapters=self._adapters)
+        return self._learner.shapes(adapters=self._adapters is not None)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._learner.full_weights(adapters=self._adapters)
+        if self._adapters is None:
+            return self._learner.full_weights()
+        return scaled(self._learner.full_weights(adapters=True), self._adapters)
 
     def join(self, membership: int, world_size: int) -> None:
         """On the sending ranks: forms the push group together with the replicas."""

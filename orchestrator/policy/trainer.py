@@ -41,7 +41,7 @@ class PolicyTrainer:
         model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
         self._learner = RankLearner(add_adapters(model, config.lora), config, ranks)
         self._trainer = Trainer(self._learner)
-        self.sending = WeightSending(self._learner, adapters=adapters)
+        self.sending = WeightSending(self._learner, adapters=config.lora if adapters else None)
         self.snapshots = Snapshots(self._learner, self._write, kind="policy", exported=True)
 
     @property

@@ -47,8 +47,8 @@ class OptimizerConfig(Config):
 
 
 class LoraConfig(Config):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Only the adapters are trained; pushed and saved models
-    have them merged in."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Only the adapters are trained; saved models have them
+    merged in, and pushed ones unless `orchestrator.weights.adapters` is true."""
 
     rank: Count = 16
     """Rank of each adapter."""

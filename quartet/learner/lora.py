@@ -101,6 +101,12 @@ def adapters_for(folder: str, dtype: str, config: LoraConfig) -> dict[str, torch
     return {weight.name: weight.parameter for weight in adapters_of(model)}
 
 
+def scaled(weights: Iterable[tuple[str, torch.Tensor]], config: LoraConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Adapters by the names of `adapters_of`, each B times alpha / rank: B A is then all that they add."""
+    for name, tensor in weights:
+        yield name, tensor.detach() * (config.alpha / config.rank) if f"{_ADAPTER}B" in name else tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One parameter of the model as it would be without adapters."""

@@ -143,14 +143,13 @@ def keep_adapters(runner: Any) -> None:
     runner.reset_lora_state = lambda: None
 
 
-def load_adapters(runner: Any, tensors: Mapping[str, torch.Tensor], rank: int, alpha: float) -> list[str]:
+def load_adapters(runner: Any, tensors: Mapping[str, torch.Tensor], rank: int) -> list[str]:
     """Puts adapters in the place of those that a worker computes with for requests with ADAPTERS.
 
     Args:
         runner: the worker's model runner.
-        tensors: each A and B, by names as `adapters_of` (quartet/learner/lora.py) gives them. They are changed.
+        tensors: each A and B, as `scaled` (quartet/learner/lora.py) gives them.
         rank: the rank of each adapter.
-        alpha: their products are scaled by alpha / rank.
 
     Returns:
         The layers among them that have no place for an adapter.
@@ -160,7 +159,7 @@ def load_adapters(runner: Any, tensors: Mapping[str, torch.Tensor], rank: int, a
     adapters = LoRAModel.from_lora_tensors(
         ADAPTERS.lora_int_id,
         dict(tensors),
-        PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # type: ignore[arg-type]
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # as they are scaled already
         device=str(manager.device),
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=names and names.get_rename_mapper(),

@@ -64,8 +64,8 @@ class RolloutConfig(Config):
     answer."""
     adapters: LoraConfig | None = None
     """The policy's `lora`, where a run pushes its adapters alone (`orchestrator.weights.adapters`): the engine
-    computes with them beside the model's own weights, if vLLM has adapters for the model. Null: pushes bring all
-    weights."""
+    computes with them beside the model's own weights, if vLLM has adapters for the model. `rank` and `target_modules`
+    count; what is pushed is scaled already. Null: pushes bring all weights."""
     limits: Annotated[LimitsConfig, completed_by(_LIMITS)] = _LIMITS
     """Limits on waiting calls, and the shares of callers in them and in the engine. A row is a prompt; its tokens are
     the prompt's plus max_new_tokens. `batch_s` has no effect here: the engine's health is checked while it

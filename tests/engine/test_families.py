@@ -38,7 +38,7 @@ STEPS = 5
 CLOSE = 1e-4
 
 
-LORA = LoraConfig(rank=4)
+LORA = LoraConfig(rank=4, alpha=10)
 ADAPTED = [name for name in FAMILIES if name not in ("gpt2", "qwen3-moe")]
 """Families of which vLLM can compute with adapters: not GPT-2, nor experts that are in one parameter."""
 
@@ -191,7 +191,7 @@ async def test_adapters_are_pushed_alone(
 ) -> None:
     folder = FAMILIES[name].make(tmp_path / name)
     own = {"weight_backend": backend, "tensor_parallel_size": workers}
-    await engine.start(folder, adapters=LORA.model_dump(), **own)
+    await engine.start(folder, adapters={"rank": LORA.rank, "alpha": 1}, **own)  # alpha is the learner's alone
     sides = Agreement(engine, folder, LORA, adapters=True)
     source = TrainerSource(sides.learner, backend)
     actual = await pushes_agree(sides, source)

@@ -62,7 +62,8 @@ def _other_adapters(config: OrchestratorConfig, section: RolloutConfig, name: st
     """Adapters that the replicas expect and the run does not push, or the reverse, or those of another model."""
     where, pushed = f"applications.{name}.args", config.pushed_adapters
     ours, theirs = (
-        None if lora is None else lora.model_dump(exclude={"seed"}) for lora in (pushed, section.adapters)
+        None if lora is None else lora.model_dump(include={"rank", "target_modules"})
+        for lora in (pushed, section.adapters)
     )
     if ours != theirs:
         yield (

@@ -17,24 +17,21 @@ from quartet.weight_transfer.manifest import Manifest
 class Adapters:
     """The adapters of one worker's model."""
 
-    def __init__(
-        self, runner: Any, rank: int, alpha: float, shapes: Mapping[str, Sequence[int]], device: torch.device
-    ) -> None:
+    def __init__(self, runner: Any, rank: int, shapes: Mapping[str, Sequence[int]], device: torch.device) -> None:
         """Begins with zeros, with which the model computes as its own weights alone do.
 
         Args:
             runner: the worker's model runner.
             rank: the adapters' rank.
-            alpha: their products are scaled by alpha / rank.
             shapes: name -> shape of each A and B.
             device: the model's device.
         """
-        self._runner, self._rank, self._alpha, self._device = runner, rank, alpha, device
+        self._runner, self._rank, self._device = runner, rank, device
         self.broken = False
         """True if loading ended before the adapters were complete."""
         keep_adapters(runner)
         zeros = {name: torch.zeros(*shape) for name, shape in shapes.items()}
-        self.stale = load_adapters(runner, zeros, rank, alpha)
+        self.stale = load_adapters(runner, zeros, rank)
         """Layers that have no place for the adapters of the last update."""
 
     def replace(
@@ -43,9 +40,8 @@ class Adapters:
         """Loads all adapters. `buckets` gives them, and `check` raises if they changed while they were loaded; they
         then need a further push."""
         self.broken = True
-        # Copies, as vLLM multiplies B by its factor in place, and what was received may be others' memory too.
-        own = {name: tensor.clone() for bucket, data in buckets() for name, tensor in manifest.cut(bucket, data)}
-        self.stale = load_adapters(self._runner, own, self._rank, self._alpha)
+        received = {name: tensor for bucket, data in buckets() for name, tensor in manifest.cut(bucket, data)}
+        self.stale = load_adapters(self._runner, received, self._rank)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         check()

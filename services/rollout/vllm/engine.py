@@ -119,7 +119,7 @@ class VLLMEngine:
         await llm.update_weight_version("0")
         await llm.collective_rpc("continue_seeds")
         if (adapters := config.adapters) is not None:
-            await llm.collective_rpc("take_adapters", args=(adapters.rank, adapters.alpha, expected.shapes))
+            await llm.collective_rpc("take_adapters", args=(adapters.rank, expected.shapes))
             if stale := await engine.stale():
                 raise ConfigError(
                     f"rollout.args.adapters: vLLM's model has no place for those of {len(stale)} layers, such as "

@@ -64,9 +64,9 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         """Layers that the last update brought no weights for."""
         return self._loading.stale
 
-    def take_adapters(self, runner: Any, rank: int, alpha: float, shapes: Mapping[str, Sequence[int]]) -> None:
+    def take_adapters(self, runner: Any, rank: int, shapes: Mapping[str, Sequence[int]]) -> None:
         """Has all updates bring the model's adapters, and nothing else. Arguments as of Adapters."""
-        self._loading = Adapters(runner, rank, alpha, shapes, self.device)
+        self._loading = Adapters(runner, rank, shapes, self.device)
 
     def init_transfer_engine(self, init_info: JoiningInfo) -> None:
         """Joins the members of a new group, leaving the one before."""
@@ -128,9 +128,9 @@ class WorkerExtension:
     model_runner: Any
     weight_transfer_engine: Any
 
-    def take_adapters(self, rank: int, alpha: float, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Has pushes bring adapters of these shapes and this rank, scaled by alpha / rank."""
-        self.weight_transfer_engine.take_adapters(self.model_runner, rank, alpha, shapes)
+    def take_adapters(self, rank: int, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Has pushes bring adapters of these shapes and this rank."""
+        self.weight_transfer_engine.take_adapters(self.model_runner, rank, shapes)
 
     def continue_seeds(self) -> None:
         """Makes this worker continue the seeds of responses that it did not begin."""

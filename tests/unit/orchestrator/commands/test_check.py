@@ -104,14 +104,14 @@ REFUSED: list[tuple[Change, list[str]]] = [
             raw["orchestrator"].update(weights={"adapters": True}),
         ),
         [
-            'applications.rollout.args.adapters: {{"rank": 4, "alpha": 32, "target_modules": null}}, but the run '
-            'pushes {{"rank": 2, "alpha": 32, "target_modules": null}} (policy.lora with ',
+            'applications.rollout.args.adapters: {{"rank": 4, "target_modules": null}}, but the run '
+            'pushes {{"rank": 2, "target_modules": null}} (policy.lora with ',
         ],
     ),
     (
         lambda raw, _: args(raw, "rollout").update(adapters={"rank": 4}),
         [
-            'applications.rollout.args.adapters: {{"rank": 4, "alpha": 32, "target_modules": null}}, but the run '
+            'applications.rollout.args.adapters: {{"rank": 4, "target_modules": null}}, but the run '
             "pushes null (policy.lora with orchestrator.weights.adapters true, else null); both must be the same",
         ],
     ),

@@ -79,6 +79,23 @@ def test_a_matrix_of_two_layers_gets_no_adapter_and_that_of_one_is_only_pushed_m
         adapters_for(str(untied), "float32", lora)
 
 
+def test_what_is_pushed_needs_no_factor(policy_folder: Path) -> None:
+    lora = LoraConfig(rank=3, alpha=7.5)
+    config = PolicyConfig(model=str(policy_folder), optimizer=OptimizerConfig(learning_rate=1e-2), lora=lora)
+    trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=5), Distribution(), adapters=True)
+    for parameter in trainer._learner.module.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    sent = dict(trainer.sending._weights())
+    assert not any(tensor.requires_grad for name, tensor in sent.items() if ".lora_B" in name)
+    source = load_causal(str(policy_folder), "float32").state_dict()
+    for name, merged in trainer._learner.full_weights():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in sent:
+            change = sent[f"{layer}.lora_B.weight"] @ sent[f"{layer}.lora_A.weight"]
+            assert float((merged - source[name] - change).abs().max()) < 1e-6
+
+
 def test_the_saved_policy_is_the_trained_one_and_differs_by_matrices_of_low_rank(
     policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
