@@ -13,9 +13,9 @@ def prefilled(engine: Any) -> Iterator[list[int]]:
     llm = engine.llm
     plain = llm.generate
 
-    async def counting(prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+    async def counting(prompt: Any, params: Any, name: str, **given: Any) -> AsyncIterator[Any]:
         output = None
-        async for output in plain(prompt, params, name):
+        async for output in plain(prompt, params, name, **given):
             yield output
         if output is not None:
             counted.append(len(output.prompt_token_ids) - output.num_cached_tokens)
