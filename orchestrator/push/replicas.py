@@ -70,7 +70,10 @@ class Replicas:
             except ServiceError as error:
                 reports, failure = [], error
             if misfits := [f"{report.replica}: {report.misfit}" for report in reports if report.misfit]:
-                raise Misfit(f"the policy cannot be pushed to the rollout service: {misfits[0]}")
+                raise Misfit(
+                    f"the policy cannot be pushed to the rollout service: {misfits[0]}; deploy the run's file, which "
+                    "starts replicas with its model and adapters"
+                )
             # A replica that could not roll back reports that, and Serve replaces it.
             if able := [report for report in reports if report.ok]:
                 return able

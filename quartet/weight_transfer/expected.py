@@ -35,6 +35,7 @@ class ExpectedWeights:
         needed = model.named_parameters() if adapters is None else adapters.items()
         self._known = {name: _described(weight, dtype) for name, weight in everything.items()}
         self._needed = {name: self._known[name] for name, _ in needed}
+        self._what = "weights" if adapters is None else "adapters"
 
     def check(self, manifest: Manifest) -> None:
         """Raises InvalidArgument, which names some differing weights, unless the manifest holds all weights that the
@@ -49,7 +50,7 @@ class ExpectedWeights:
             *_some("sizes differ:", self._differences(pushed)),
         ]
         if wrong:
-            raise InvalidArgument(f"manifest: not the weights of this replica's model: {'; '.join(wrong)}")
+            raise InvalidArgument(f"manifest: not the {self._what} of this replica's model: {'; '.join(wrong)}")
 
     def _differences(self, pushed: dict[str, tuple[tuple[int, ...], str]]) -> Iterable[str]:
         for name, (shape, dtype) in pushed.items():
