@@ -16,7 +16,7 @@ from quartet.wire.codec import Floats, Ints, check_length, pack_floats, pack_lon
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import LEAST_S, Pair
-from services.reward.places import characters, sampled_places
+from services.reward.places import bringing
 from services.reward.scorers.scorer import EncodedPair, InParts, Result
 
 NO_TEXT = Pair("", "")
@@ -205,12 +205,14 @@ class Encoder:
         ]
 
     def _earning(self, trajectories: Columns, row: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sampled tokens of a trajectory that bring these places of its response's text, counted from 1."""
+        """The sampled tokens of a trajectory, counted from 1, that earn what is at these places of its response's
+        text: those that bring them, or the last one before what was given, such as an environment's answer."""
         start = int(trajectories.starts[row])
         response = slice(start + int(trajectories.prompt_lengths[row]), start + int(trajectories.lengths[row]))
         ids = trajectories.ids[response]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return sampled_places(places, characters(self._tokenizer, ids, text), trajectories.sampled[response])
+        counted: NDArray[np.int64] = np.cumsum(trajectories.sampled[response], dtype=np.int64)
+        return counted[bringing(self._tokenizer, ids, text, places)]
 
     def _parts(self, trajectories: Columns, row: int) -> tuple[str, ...]:
         """The texts of what follows the prompt, if it is more than a response."""

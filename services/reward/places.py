@@ -1,5 +1,7 @@
 """Places in the text of a response, and the tokens that bring them."""
 
+from bisect import bisect_left
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,26 +11,37 @@ from tokenizers.decoders import DecodeStream
 from quartet.wire.codec import Ints
 
 
-def characters(tokenizer: Any, ids: Ints, text: str) -> NDArray[np.int64]:
-    """Number of characters of a text that are there with each of its tokens and those before it. A character of
-    several tokens is there with the last of them.
+def bringing(tokenizer: Any, ids: Ints, text: str, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens with which the text comes to hold so many characters. A character of several tokens is there with
+    the last of them.
 
     Args:
         tokenizer: transformers' tokenizer.
         ids: [T] token ids.
         text: their text without special tokens.
+        places: [P] numbers of characters, from 1 on.
 
     Returns:
-        [T], ascending.
+        [P] indices of `ids`.
     """
     pieces = _streamed(getattr(tokenizer, "backend_tokenizer", None), ids)
     if pieces and text.startswith("".join(pieces)):
-        streamed = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-        streamed[-1] = len(text)  # with what is left of a character that the response was cut off in
-        return streamed
-    # Bytes of no character, or a tokenizer that cleans its texts up: slow, and right.
-    lengths = [len(tokenizer.decode(ids[: end + 1], skip_special_tokens=True)) for end in range(len(ids))]
-    return np.maximum.accumulate(np.minimum(lengths, len(text)), dtype=np.int64)
+        tokens = np.searchsorted(np.cumsum([len(piece) for piece in pieces]), places)
+        # What is left of a character that the response was cut off in comes with the last token.
+        return np.minimum(tokens, len(ids) - 1)
+
+    # Bytes of no character, or a tokenizer that cleans its texts up: decodes the beginnings that a search needs.
+    @cache
+    def there(tokens: int) -> int:
+        return _common(tokenizer.decode(ids[:tokens], skip_special_tokens=True), text)
+
+    found = [bisect_left(range(1, len(ids)), place, key=there) for place in places.tolist()]
+    return np.asarray(found, np.int64)
+
+
+def _common(one: str, other: str) -> int:
+    """Number of characters with which both begin."""
+    return bisect_left(range(len(other)), True, key=lambda at: not one.startswith(other[: at + 1]))
 
 
 def _streamed(backend: Any, ids: Ints) -> list[str]:
@@ -40,22 +53,3 @@ def _streamed(backend: Any, ids: Ints) -> list[str]:
         return [stream.step(backend, token) or "" for token in ids.tolist()]
     except Exception:  # of no type of its own: a text that changes with the tokens after it
         return []
-
-
-def sampled_places(
-    places: NDArray[np.int64], brought: NDArray[np.int64], sampled: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    """Number of sampled tokens up to the one that earns what is at these places of a response.
-
-    Args:
-        places: [P] numbers of characters, from 1 on.
-        brought: [T] of `characters`.
-        sampled: [T] True at tokens that were sampled, the first of them too. A part at one that was given, such as in
-            an environment's answer, is earned by the last that was sampled before it.
-
-    Returns:
-        [P] from 1 on.
-    """
-    tokens = np.minimum(np.searchsorted(brought, places), len(brought) - 1)
-    counted: NDArray[np.int64] = np.cumsum(sampled, dtype=np.int64)[tokens]
-    return counted
