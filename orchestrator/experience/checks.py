@@ -72,7 +72,7 @@ def check_scores(
 
 def process_rewards(columns: Columns, parts: Parts) -> Floats:
     """The parts of scores at the sampled tokens that earned them, [M]. InvalidReply if a part is at a token that its
-    sample does not have."""
+    sample does not have, or those at a token are not finite together."""
     last = columns.last_sequences().counts.astype(np.int64)
     if (beyond := parts.places > last[parts.pairs]).any():
         at = int(np.argmax(beyond))
@@ -81,8 +81,10 @@ def process_rewards(columns: Columns, parts: Parts) -> Floats:
             f"sequence has {last[parts.pairs[at]]} sampled tokens"
         )
     ends = np.cumsum(columns.counts, dtype=np.int64)
-    earned = np.zeros(int(columns.counts.sum()), np.float32)
-    np.add.at(earned, (ends - last)[parts.pairs] + parts.places - 1, parts.rewards)
+    at_tokens = (ends - last)[parts.pairs] + parts.places - 1
+    with np.errstate(over="ignore"):
+        earned = np.bincount(at_tokens, parts.rewards, minlength=columns.size("sampled")).astype(np.float32)
+    check_tokens("reward.Score", "part_rewards", columns, earned)
     return earned
 
 

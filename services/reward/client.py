@@ -189,7 +189,8 @@ class RewardClient(ServiceClient[RewardStub]):
 
     def _joined(self, parts: Sequence[Scores]) -> Scores:
         """The scores of all parts; InvalidReply if they come from different scorers."""
-        first, scorers = parts[0], {(part.scorer, part.model_hash, *part.columns) for part in parts}
+        first = parts[0]
+        scorers = {(part.scorer, part.model_hash, part.parts is None, *part.columns) for part in parts}
         if len(scorers) > 1:
             raise InvalidReply(
                 f"{self.application}.Score: parts of one call were scored by {len(scorers)} scorers; is it being "
@@ -204,7 +205,7 @@ class RewardClient(ServiceClient[RewardStub]):
             for row, each in part.unscored.items()
         }
         earned = [part.parts for part in parts if part.parts is not None]
-        whole = Parts.joined(earned, starts) if len(earned) == len(parts) else None
+        whole = Parts.joined(earned, starts) if earned else None
         return Scores(columns, first.scorer, first.model_hash, unscored, whole)
 
     async def info(self, timeout_s: float) -> pb.ScorerInfo:
@@ -261,7 +262,7 @@ def _parts(reply: pb.ScoreResponse, pairs: int) -> Parts:
     rewards = unpack_floats(reply.part_rewards, "part_rewards")
     if not len(owners) == len(places) == len(rewards):
         raise InvalidArgument(f"part_places: {len(places)}, part_rewards: {len(rewards)}, but {len(owners)} pairs")
-    if len(owners) and (owners[0] < 0 or owners[-1] >= pairs or (np.diff(owners) < 0).any()):
+    if len(owners) and (owners[0] < 0 or owners[-1] >= pairs or (owners[1:] < owners[:-1]).any()):
         raise InvalidArgument(f"part_pairs: must be ascending, from 0 to {pairs - 1}")
     if not ((places > 0).all() and np.isfinite(rewards).all()):
         raise InvalidArgument("part_places and part_rewards: must be from 1 on, and finite")

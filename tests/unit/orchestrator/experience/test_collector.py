@@ -59,12 +59,14 @@ async def test_parts_of_scores_are_columns_at_the_tokens_that_earned_them(fakes:
     assert [row.tolist() for row in collected.columns.rows("process_rewards")] == [[0], [0, 22], [0, 32, 33]]
     assert process(collected) == {"reward/process": pytest.approx((22 + 32 + 33) / 3)}
     assert collected.columns["score"].tolist() == [10, 11, 12]  # which hold them, as the service says
-    fakes.reward.parts = lambda lengths: [(0, lengths[0] + 1, 1.0)]
-    with pytest.raises(ExceptionGroup) as caught:
-        await make_collector(fakes, policy_folder).collect(make_requests(1), version=3, critic_step=0)
-    assert [str(leaf) for leaf in leaves(caught.value)] == [
-        "reward.Score: part_places: 2 for sample 0 of the call, whose last sequence has 1 sampled tokens"
-    ]
+    for wrong, message in [
+        ([(0, 2, 1.0)], "part_places: 2 for sample 0 of the call, whose last sequence has 1 sampled tokens"),
+        ([(0, 1, 3e38), (0, 1, 3e38)], "prompt row 0: part_rewards[0] is inf; must be finite"),
+    ]:
+        fakes.reward.parts = lambda lengths, wrong=wrong: wrong  # type: ignore[misc]
+        with pytest.raises(ExceptionGroup) as caught:
+            await make_collector(fakes, policy_folder).collect(make_requests(1), version=3, critic_step=0)
+        assert [str(leaf) for leaf in leaves(caught.value)] == [f"reward.Score: {message}"]
 
 
 async def test_every_sample_is_judged_once_by_each_service(fakes: Fakes, policy_folder: Path) -> None:

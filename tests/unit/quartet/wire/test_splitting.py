@@ -20,7 +20,7 @@ from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.splitting import in_parts, parts
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
-from services.reward.client import RewardClient
+from services.reward.client import Parts, RewardClient
 from tests import trajectories
 from tests.unit.waiting import until
 from tests.unit.wire import served
@@ -310,6 +310,77 @@ async def test_outcomes_that_cannot_be_are_refused(
         async def Score(self, request: Any, context: Any) -> Any:
             packed = pack_floats(np.asarray(scores, np.float32))
             return reward_pb2.ScoreResponse(scores=packed, outcomes=outcomes, reasons=reasons)
+
+    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+        with pytest.raises(InvalidReply, match=f"^reward.Score: {message}$"):
+            await RewardClient(channel).score_texts(["a"] * 2, ["b"] * 2, timeout_s=5)
+
+
+def in_places(*places: tuple[int, int, float]) -> dict[str, Any]:
+    """The fields of an answer that hold parts of scores: pair, place and reward of each."""
+    pairs, at, rewards = zip(*places, strict=True) if places else ((), (), ())
+    return {
+        "part_pairs": pack_longs(pairs),
+        "part_places": pack_longs(at),
+        "part_rewards": pack_floats(np.asarray(rewards, np.float32)),
+    }
+
+
+async def test_parts_of_scores_keep_their_pairs_over_parts_of_a_call() -> None:
+    class Process(RewardServicer):  # type: ignore[misc]
+        process = True
+
+        async def Score(self, request: Any, context: Any) -> Any:
+            texts = request.texts.responses
+            given = [(pair, int(text), float(text)) for pair, text in enumerate(texts) if text]
+            process = self.process and len(texts) != 77
+            ones = pack_floats(np.ones(len(texts), np.float32))
+            return reward_pb2.ScoreResponse(scores=ones, scorer={"process": process}, **in_places(*given))
+
+    texts = [""] * 1100
+    for place in (1, 511, 512, 1099):
+        texts[place] = str(place)
+    service = Process()
+    async with served(add_RewardServicer_to_server, service) as channel:
+        client = RewardClient(channel)
+        found = (await client.score_texts(["a"] * 1100, texts, timeout_s=5)).parts
+        assert isinstance(found, Parts)
+        assert found.pairs.tolist() == found.places.tolist() == found.rewards.tolist() == [1, 511, 512, 1099]
+        nothing = (await client.score_texts(["a"] * 600, [""] * 600, timeout_s=5)).parts
+        assert isinstance(nothing, Parts)  # of a scorer that could have given some
+        assert not len(nothing.pairs)
+        with pytest.raises(InvalidReply, match=r"^reward.Score: parts of one call were scored by 2 scorers"):
+            await client.score_texts(["a"] * 589, texts[:589], timeout_s=5)
+        service.process = False
+        assert (await client.score_texts(["a"] * 1100, texts, timeout_s=5)).parts is None
+
+
+LEAST = -(2**63)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (in_places((0, 1, 1.0)) | {"part_places": b""}, "part_places: 0, part_rewards: 1, but 1 pairs"),
+        (in_places((0, 1, 1.0)) | {"part_rewards": b"1234567"}, "part_rewards: 7 bytes are not .*"),
+        (in_places((2, 1, 1.0)), "part_pairs: must be ascending, from 0 to 1"),
+        (in_places((-1, 1, 1.0)), "part_pairs: must be ascending, from 0 to 1"),
+        (in_places((1, 1, 1.0), (0, 1, 1.0)), "part_pairs: must be ascending, from 0 to 1"),
+        # Differences that are positive in 64 bits.
+        (
+            in_places(*((pair, 1, 1.0) for pair in (1, LEAST, -1, 1))),
+            "part_pairs: must be ascending, from 0 to 1",
+        ),
+        (in_places((0, 0, 1.0)), "part_places and part_rewards: must be from 1 on, and finite"),
+        (in_places((0, 1, np.inf)), "part_places and part_rewards: must be from 1 on, and finite"),
+    ],
+)
+async def test_parts_of_scores_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    class Wrong(RewardServicer):  # type: ignore[misc]
+        async def Score(self, request: Any, context: Any) -> Any:
+            return reward_pb2.ScoreResponse(
+                scores=pack_floats(np.ones(2, np.float32)), scorer={"process": True}, **fields
+            )
 
     async with served(add_RewardServicer_to_server, Wrong()) as channel:
         with pytest.raises(InvalidReply, match=f"^reward.Score: {message}$"):
