@@ -4,8 +4,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ class FunctionScorer:
         should = (
             f"should give for each pair a mapping of {', '.join(self.names)} to numbers"
             if self.names
-            else "should give one number each"
+            else f"should give one number{' or ProcessReward' * self._process} each"
         )
         if (defect := answer.get("defect")) is not None:
             raise FailedPrecondition(f"{self._name} gave {_plain(defect)}; {should}")
@@ -122,7 +121,7 @@ class FunctionScorer:
         values = np.frombuffer(answer["scores"], np.float64).reshape(pairs, len(self.names) or 1)
         with np.errstate(over="ignore"):
             found = results(values.astype(np.float32), self._name)
-        found = self._with_parts(found, answer["parts"])
+        found = self._with_parts(found, answer)
         unscored = {int(row): why for row, why in answer["unscored"]}
         for row in range(pairs if pairs > 1 else 0):
             if (raised := unscored.get(row, {}).get("raised")) and raised["memory"]:
@@ -132,19 +131,20 @@ class FunctionScorer:
             self._log(why)
         return [self._unscored(unscored[row]) if row in unscored else each for row, each in enumerate(found)]
 
-    def _with_parts(self, found: Sequence[Result], parts: Sequence[tuple[int, int, float]]) -> list[Result]:
-        """The results with the parts of their scores: of each its row, place and reward."""
+    def _with_parts(self, found: list[Result], answer: Mapping[str, Any]) -> list[Result]:
+        """The results with the parts of their scores."""
+        rows, places = (np.frombuffer(answer[name], np.int64) for name in ("part_rows", "part_places"))
+        with np.errstate(over="ignore"):
+            rewards = np.frombuffer(answer["part_rewards"], np.float64).astype(np.float32)
+        starts = np.searchsorted(rows, np.arange(len(found) + 1)).tolist()
+        if starts[0] or not starts[-1] == len(rows) == len(places) == len(rewards) or (places < 1).any():
+            raise ValueError("parts of no pairs, or at no places")
         whole = list(found)
-        for row, several in groupby(parts, key=itemgetter(0)):
-            score = whole[row]
-            if isinstance(score, Unscored | InParts):
-                continue
-            places, rewards = zip(*((int(place), float(reward)) for _, place, reward in several), strict=True)
-            with np.errstate(over="ignore"):
-                [earned] = results(np.asarray([rewards], np.float32), self._name)
-            whole[row] = (
-                InParts(score, np.asarray(places, np.int64), earned) if isinstance(earned, np.ndarray) else earned
-            )
+        for row, (start, end) in enumerate(pairwise(starts)):
+            score = found[row]
+            if start < end and isinstance(score, np.ndarray):
+                [earned] = results(rewards[None, start:end], self._name)
+                whole[row] = InParts(score, places[start:end], earned) if isinstance(earned, np.ndarray) else earned
         return whole
 
     def _unscored(self, why: Mapping[str, Any]) -> Unscored:

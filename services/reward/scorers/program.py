@@ -157,7 +157,8 @@ class Caller:
         from quartet.wire.outcomes import Unscored
         from quartet.wire.pairs import ProcessReward
 
-        scores, unscored, parts = array("d"), list[Any](), list[Any]()
+        scores, unscored = array("d"), list[Any]()
+        rows_of, places, rewards = array("q"), array("q"), array("d")
         nothing = [float("nan")] * (len(self._names) or 1)
         for row, given in enumerate(rows):
             if given is None:
@@ -168,27 +169,26 @@ class Caller:
                 if given.outcome not in range(1, 6):
                     raise DefectError(f"an Unscored of outcome {given.outcome!r} for {_named(pairs[row])}")
                 unscored.append([row, {"outcome": int(given.outcome), "reason": str(given.reason)[:_MOST_TEXT]}])
-            elif isinstance(given, ProcessReward) and self._process:
-                earned = [self._part(each, pairs[row]) for each in given.parts]
-                scores.append(sum((reward for _, reward in earned), start=_number(given.score, pairs[row])))
-                parts += [[row, place, reward] for place, reward in earned]
+            elif isinstance(given, ProcessReward):
+                if not self._process:
+                    raise DefectError(f"a ProcessReward, which needs process: true, for {_named(pairs[row])}")
+                earned = _earned(given.parts, pairs[row])
+                scores.append(sum(earned.values(), start=_number(given.score, pairs[row])))
+                rows_of.extend([row] * len(earned))
+                places.extend(earned.keys())
+                rewards.extend(earned.values())
                 continue
             else:
                 scores.extend(self._numbers(given, pairs[row]))
                 continue
             scores.extend(nothing)
-        return {"scores": scores.tobytes(), "unscored": unscored, "parts": parts}
-
-    def _part(self, given: Any, pair: "Pair") -> tuple[int, float]:
-        """A part of a score: the number of characters of the response with which it is earned, and its reward."""
-        try:
-            place, reward = given
-            place = operator.index(place)
-        except (TypeError, ValueError):
-            raise DefectError(f"a part that is no number of characters and reward for {_named(pair)}") from None
-        if not 0 < place <= len(pair.response):
-            raise DefectError(f"a part at {place} of {len(pair.response)} characters for {_named(pair)}")
-        return place, _number(reward, pair)
+        return {
+            "scores": scores.tobytes(),
+            "unscored": unscored,
+            "part_rows": rows_of.tobytes(),
+            "part_places": places.tobytes(),
+            "part_rewards": rewards.tobytes(),
+        }
 
     def _numbers(self, given: Any, pair: "Pair") -> list[float]:
         """The scores of a pair in the order of the names."""
@@ -244,6 +244,26 @@ def _of_each(given: Any, pairs: int) -> Sequence[Any]:
 def _named(pair: "Pair") -> str:
     """The pair by its texts, which its caller knows: its place in this call is that of no row of the caller's."""
     return f"prompt {_NAMING.repr(pair.prompt)}, response {_NAMING.repr(pair.response)}"
+
+
+def _earned(given: Any, pair: "Pair") -> dict[int, float]:
+    """The parts of a score, by the number of characters of the response with which each is earned. Those at one place
+    are added up, which bounds them by the response."""
+    try:
+        parts = iter(given)
+    except TypeError:
+        raise DefectError(f"parts that are a {type(given).__name__} for {_named(pair)}") from None
+    earned = dict[int, float]()
+    for part in parts:
+        try:
+            place, reward = part
+            place = operator.index(place)
+        except (TypeError, ValueError):
+            raise DefectError(f"a part that is no number of characters and reward for {_named(pair)}") from None
+        if not 0 < place <= len(pair.response):
+            raise DefectError(f"a part at {place} of {len(pair.response)} characters for {_named(pair)}")
+        earned[place] = earned.get(place, 0.0) + _number(reward, pair)
+    return earned
 
 
 def _number(given: Any, pair: "Pair") -> float:

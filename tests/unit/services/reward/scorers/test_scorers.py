@@ -242,10 +242,15 @@ def test_a_process_reward_is_a_score_and_its_parts() -> None:
     assert plain.tolist() == [10.0]
     wrong = make(**function("wrong_process"), process=True)
     for parts, message in [
-        ("[[3, 1]]", r"a part at 3 of 2 characters for prompt '', response 'w4'; should give one number each$"),
+        (
+            "[[3, 1]]",
+            r"a part at 3 of 2 characters for prompt '', response 'w4'; should give one number or "
+            "ProcessReward each$",
+        ),
         ("[[0, 1]]", "a part at 0 of 2 characters"),
         ("[[1.5, 1]]", "a part that is no number of characters and reward"),
         ("[7]", "a part that is no number of characters and reward"),
+        ("null", "parts that are a NoneType for"),
         ('[[1, "x"]]', "something that is no number for"),
     ]:
         with pytest.raises(FailedPrecondition, match=f"^tests.scorers:wrong_process gave {message}"):
@@ -253,7 +258,10 @@ def test_a_process_reward_is_a_score_and_its_parts() -> None:
     [infinite] = scored(wrong, [pair("w4", "[[1, 1e39], [2, -1e39]]")])
     assert isinstance(infinite, Unscored)
     assert infinite.outcome is Outcome.NOT_FINITE
-    with pytest.raises(FailedPrecondition, match="gave something that is no number for"):
+    [merged] = scored(wrong, [pair("w4", "[[2, 1], [1, 5], [2, 0.5]]")])
+    assert isinstance(merged, InParts)
+    assert (merged.score.tolist(), merged.places.tolist(), merged.rewards.tolist()) == ([6.5], [2, 1], [1.5, 5.0])
+    with pytest.raises(FailedPrecondition, match="gave a ProcessReward, which needs process: true, for"):
         scored(make(**function("odd_words")), [pair("w3")])
     with pytest.raises(ValueError, match="process: true, but scores with names are earned at the end"):
         make(**function("odd_words"), process=True, names=("a",))

@@ -243,11 +243,44 @@ async def test_nothing_is_left_of_what_a_function_starts(tmp_path: Path, end: st
     assert not alive
 
 
+def packed(*parts: tuple[int, int, float]) -> dict[str, bytes]:
+    rows, places, rewards = zip(*parts, strict=True)
+    return {
+        "part_rows": np.asarray(rows, np.int64).tobytes(),
+        "part_places": np.asarray(places, np.int64).tobytes(),
+        "part_rewards": np.asarray(rewards, np.float64).tobytes(),
+    }
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        packed((1, 1, 1.0)),
+        packed((-1, 1, 1.0)),
+        packed((0, 0, 1.0)),
+        packed((0, 1, 1.0)) | {"part_places": b""},
+        packed((0, 1, 1.0)) | {"part_rewards": [1.0]},
+        packed((0, 1, 1.0)) | {"part_rows": b"1"},
+        {},
+    ],
+)
+async def test_parts_of_no_pair_are_no_answer(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may send them that the function has changed."""
+
+    async def call(*_: Any, **__: Any) -> dict[str, Any]:
+        return {"scores": np.ones(1).tobytes(), "unscored": [], **parts}
+
+    made = scorer("odd_words", process=True)
+    monkeypatch.setattr(made._workers, "call", call)
+    with pytest.raises(SpoiltError, match=r"tests.scorers:odd_words: its process sent no answer$"):
+        await made.score([row(Pair("", "w1"))])
+
+
 PARENT = """
 import asyncio, os, sys
 from services.reward.kinds import FunctionScorerConfig
 from services.reward.scorers.function import FunctionScorer
-from services.reward.scorers.scorer import EncodedPair, InParts
+from services.reward.scorers.scorer import EncodedPair
 from quartet.wire.pairs import Pair
 
 async def main():
