@@ -8,7 +8,7 @@ from torch import Tensor
 
 from orchestrator.algorithms.advantages import gae, length_lambdas, rewards_to_go, whiten
 from orchestrator.algorithms.groups import compared
-from orchestrator.algorithms.rewards import by_turn, carry_back
+from orchestrator.algorithms.rewards import at_own_tokens, carry_back
 from quartet.models.numerics import masked_mean
 
 
@@ -27,13 +27,13 @@ class Responses:
     groups: Tensor
     """Number of each response's group, the responses to one prompt that are compared: [B] int64."""
     parts: Tensor | None = None
-    """The parts of the scores that turns of a conversation earned, at their last tokens; None without."""
+    """The parts of the scores at the tokens that earned them, such as the last of a turn; None without."""
 
     @cached_property
     def earned(self) -> Tensor:
         """The rewards where they are earned: parts of a score at their own tokens, and what tokens have that are not
         trained on at the last trained token before them."""
-        rewards = self.rewards if self.parts is None else by_turn(self.rewards, self.parts, self.sampled)
+        rewards = self.rewards if self.parts is None else at_own_tokens(self.rewards, self.parts, self.sampled)
         if bool((self.sampled == self.mask).all()):
             return rewards
         return carry_back(rewards, self.sampled, self.mask)

@@ -40,7 +40,7 @@ def shape_rewards(
     return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(_last(mask), bonus, 0.0)
 
 
-def by_turn(rewards: Tensor, parts: Tensor, mask: Tensor) -> Tensor:
+def at_own_tokens(rewards: Tensor, parts: Tensor, mask: Tensor) -> Tensor:
     """The rewards with these parts of each response's score at their own tokens in place of its last. All [B, T].
 
     The sums stay. For example the rewards 0, 0, 0, 5 of a response whose second token ends a turn that was worth 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithms.kl import AdaptiveKL, FixedKL, KLKind, kl_estimate
-from orchestrator.algorithms.rewards import RunningNormaliser, by_turn, carry_back, shape_rewards
+from orchestrator.algorithms.rewards import RunningNormaliser, at_own_tokens, carry_back, shape_rewards
 from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles, gradient
@@ -214,7 +214,7 @@ def test_parts_of_a_score_go_to_their_own_tokens() -> None:
     rewards = torch.tensor([[0.0, 0.0, 0.0, 5.0], [-0.5, 3.0, torch.nan, torch.nan]])
     parts = torch.tensor([[0.0, 2.0, 0.0, 1.0], [4.0, 0.0, torch.nan, torch.nan]])
     mask = torch.tensor([[True] * 4, [True, True, False, False]])
-    actual = by_turn(torch.where(mask, rewards, 0.0), parts, mask)
+    actual = at_own_tokens(torch.where(mask, rewards, 0.0), parts, mask)
     assert actual.tolist() == [[0.0, 2.0, 0.0, 3.0], [3.5, -1.0, 0.0, 0.0]]
     with pytest.raises(ValueError, match="parts"):
-        by_turn(torch.zeros(2, 4), parts[:1], mask)
+        at_own_tokens(torch.zeros(2, 4), parts[:1], mask)
