@@ -18,8 +18,8 @@ class ProcessReward:
     score: float
     """Earned at the end of the response. The score of the pair is the sum of this and all parts."""
     parts: Sequence[tuple[int, float]]
-    """Number of characters of `Pair.response` and a reward, for each part: it is earned with the last of these
-    characters."""
+    """Number of characters of `Pair.response`, from 1 on, and a reward, for each part: it is earned with the last of
+    these characters. Parts of one number add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Pair:
 
     A function scorer has the signature `def name(pairs: Sequence[Pair]) -> list[float]`: one score per pair,
     in the order of the pairs; or, with names for several scores, `-> list[dict[str, float]]`. In the place of a score
-    it may return None, where it does not apply to the pair, or an Unscored (quartet/wire/outcomes.py).
+    it may return None, where it does not apply to the pair, an Unscored (quartet/wire/outcomes.py), or with
+    `process: true` a ProcessReward.
     """
 
     prompt: str
