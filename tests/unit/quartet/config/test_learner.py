@@ -162,7 +162,7 @@ def test_scorers_nest(model: str) -> None:
     assert lines[0].startswith(f"{inner}.function: should be package.module:function, got 'no path'")
     assert lines[1:] == [
         f"{inner}.funktion: unknown field; known: batch_tokens, concurrency, environment, function, kind, limits, "
-        "max_length, memory_gib, names, pair_timeout_s, tokenizer, workers; did you mean function?"
+        "max_length, memory_gib, names, pair_timeout_s, process, tokenizer, workers; did you mean function?"
     ]
 
 
