@@ -1,5 +1,7 @@
-"""A run that pushes its adapters alone, to a replica that is there and to one that comes while it trains."""
+"""A run that pushes its adapters alone, to a replica that is there and to one that comes while it trains; and that
+goes on after it was killed."""
 
+import signal
 from copy import deepcopy
 
 import torch
@@ -14,7 +16,8 @@ from tests.cluster import START_S, Quartet, eventually
 from tests.runs import Run
 
 LORA = {"rank": 4, "alpha": 8}
-STEPS = 12
+STEPS = 1000
+"""More than there are until the second replica has come."""
 
 
 async def test_replicas_compute_with_the_adapters_that_a_run_pushes(quartet: Quartet) -> None:
@@ -31,24 +34,33 @@ async def test_replicas_compute_with_the_adapters_that_a_run_pushes(quartet: Qua
     run.config.write_text(yaml.safe_dump(raw))
     rollout = RolloutClient(quartet.channel, "adapted")
     quartet.deploy([adapted], "with-adapted")
+    found: dict[str, tuple[int, str]] = {}
+
+    async def both() -> bool:
+        """True if two replicas have told of weights that were pushed."""
+        info = await rollout.info(30)
+        found[info.replica] = info.policy_version, info.weights_checksum
+        return len([version for version, _ in found.values() if version]) == 2
+
     try:
         serving.await_running(quartet.cluster, ("adapted",), print, START_S)
         process = run.start()
         run.wait(run.reached(2), process)
         adapted["deployments"][0] |= fixed(2)
         quartet.deploy([adapted], "with-two-adapted")
-        assert process.wait(300) == 0, run.log.read_text()
+        await eventually(both, START_S)
+        assert process.poll() is None, run.log.read_text()
+        run.wait(run.reached(max(run.steps()) + 3), process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        own["steps"] = max(run.steps()) + 2
+        run.config.write_text(yaml.safe_dump(raw))
+        run.finish("--resume")
         lines = read_metrics(run.folder / "metrics.jsonl")
-        assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+        assert [line["step"] for line in lines] == [*range(1, own["steps"] + 1)]
         # Sampled by the weights that are trained, of both replicas, before the first push and after each.
         assert max(line["mismatch/max_abs"] for line in lines) < 1e-4
-        found = {}
-
-        async def both() -> bool:
-            info = await rollout.info(30)
-            found[info.replica] = info.policy_version, info.weights_checksum
-            return len(found) == 2
-
+        found.clear()
         await eventually(both, 30)
         assert {version for version, _ in found.values()} == {lines[-1]["policy/version"]}
         assert len({checksum for _, checksum in found.values()}) == 1
