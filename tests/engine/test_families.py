@@ -179,20 +179,24 @@ async def test_adapters_are_pushed_merged(engine: EngineProcess, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "workers"),
+    ("name", "backend", "workers", "targets"),
     [
-        *(pytest.param(*one.values, "gloo", 1, marks=one.marks) for one in each("qwen2.5", ADAPTED)),
-        pytest.param("qwen2.5", "ipc", 1, marks=pytest.mark.exhaustive),
-        pytest.param("qwen3", "ipc", 2, marks=pytest.mark.exhaustive),
+        *(pytest.param(*one.values, "gloo", 1, None, marks=one.marks) for one in each("qwen2.5", ADAPTED)),
+        pytest.param("qwen2.5", "ipc", 1, None, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3", "ipc", 2, None, marks=pytest.mark.exhaustive),
+        # Parts of layers that are one in the engine.
+        pytest.param("qwen3", "ipc", 2, ("q_proj", "v_proj", "up_proj"), marks=pytest.mark.exhaustive),
+        pytest.param("qwen2.5", "gloo", 1, ("k_proj", "layers.0.mlp.up_proj"), marks=pytest.mark.exhaustive),
     ],
 )
 async def test_adapters_are_pushed_alone(
-    engine: EngineProcess, tmp_path: Path, name: str, backend: str, workers: int
+    engine: EngineProcess, tmp_path: Path, name: str, backend: str, workers: int, targets: tuple[str, ...] | None
 ) -> None:
     folder = FAMILIES[name].make(tmp_path / name)
     own = {"weight_backend": backend, "tensor_parallel_size": workers}
-    await engine.start(folder, adapters={"rank": LORA.rank, "alpha": 1}, **own)  # alpha is the learner's alone
-    sides = Agreement(engine, folder, LORA, adapters=True)
+    given = {"rank": LORA.rank, "target_modules": targets, "alpha": 1}  # alpha is the learner's alone
+    await engine.start(folder, adapters=given, **own)
+    sides = Agreement(engine, folder, LORA.model_copy(update={"target_modules": targets}), adapters=True)
     source = TrainerSource(sides.learner, backend)
     actual = await pushes_agree(sides, source)
     sent = Manifest.unpack(await source.manifest()).names
