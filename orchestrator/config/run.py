@@ -66,7 +66,7 @@ class LogConfig(Config):
     tensorboard: bool = True
     """Write TensorBoard event files to runs/<name>/tensorboard."""
     wandb_project: str | None = None
-    """Log to this Weights & Biases project (install the extra `wandb`). Null: off."""
+    """Log to this Weights & Biases project (install it with `uv pip install -e '.[wandb]'`). Null: off."""
 
 
 class OrchestratorConfig(Config):

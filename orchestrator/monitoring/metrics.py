@@ -228,5 +228,5 @@ def load_wandb(load: Callable[[str], Any]) -> Any:
     except ImportError:
         raise ConfigError(
             "log.wandb_project is set, but wandb is not installed; install it with "
-            "`pip install 'quartet-ppo[wandb]'`, or set log.wandb_project to null"
+            "`uv pip install -e '.[wandb]'` in Quartet's folder, or set log.wandb_project to null"
         ) from None

@@ -53,6 +53,10 @@ _STATED = {
 class PromptsFacts(PromptsConfig):
     """Source of the prompts. Text alone is its `path`."""
 
+    path: str
+    """A .jsonl, .json or .parquet file, a folder of such files named after splits (train.jsonl, eval.jsonl), a
+    Hugging Face data set saved with `save_to_disk`, or a data set of the hub, as ORG/NAME@REVISION or
+    ORG/NAME@REVISION/FOLDER."""
     max_prompt_length: Count | None = None
     """Longest prompt, in tokens; longer ones are left out, and their number is reported. Null: what the models leave
     beside a response, 1024 at most."""

@@ -226,7 +226,7 @@ def test_wandb_that_is_not_installed_is_named_before_anything_is_removed(tmp_pat
     earlier_run(tmp_path)
     message = (
         "log.wandb_project is set, but wandb is not installed; install it with "
-        "`pip install 'quartet-ppo[wandb]'`, or set log.wandb_project to null"
+        "`uv pip install -e '.[wandb]'` in Quartet's folder, or set log.wandb_project to null"
     )
     config = LogConfig(tensorboard=False, wandb_project="quartet")
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -1,6 +1,8 @@
 """The whole file derived from facts: each value once, checked by the functions of `quartet check`."""
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from orchestrator.deployment.facts.facts import APPLICATION_KEYS, DEPLOYMENT_KEY
 from orchestrator.deployment.facts.read import derived
 from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
+from tests.lint.configuration import INTRODUCTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,30 @@ def test_a_model_is_asked_about_only_where_a_value_depends_on_it(facts: dict[str
     del settled["packing"]
     with pytest.raises(AssertionError):
         derive(Facts.of(settled), never)
+
+
+def test_the_page_names_every_key_that_no_fact_states(facts: dict[str, Any]) -> None:
+    [table] = re.findall(r"^\| derived key .*\n\|---.*\n((?:\|.*\n)+)", INTRODUCTION, re.MULTILINE)
+    cells = (line.split(" | ")[0] for line in table.splitlines())
+    named = {name.split(".")[-1] for cell in cells for name in re.findall("`([^`]+)`", cell)}
+    facts["prompts"] = {"path": facts["prompts"], "eval_split": "eval"}
+    derived = {"num_replicas"}  # an option of Serve's, which stands among these
+    for gpus in (0, 1, 8):
+        raw = whole(facts | {"machine": {"gpus": gpus}})
+        for section in (raw["orchestrator"], *(args(raw, name) for name in SERVICES)):
+            derived |= set(keys(section))
+    stated = {"name", "target", "seed", "steps", "batch_size", "path", "eval_split", "kind", "model", "tokenizer"}
+    stated |= {"max_prompt_length", "max_new_tokens", "dtype", "packing", "learning_rate"}
+    assert derived - stated == named
+
+
+def keys(section: dict[str, Any]) -> Iterator[str]:
+    """The keys that hold a value, or the environment of a process."""
+    for key, value in section.items():
+        if isinstance(value, dict) and key != "env_vars":
+            yield from keys(value)
+        else:
+            yield key
 
 
 def test_memory_decides_on_passes_and_the_cache(facts: dict[str, Any]) -> None:
