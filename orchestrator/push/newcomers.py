@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, RayError, RaySystemError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.push.pusher import WeightPusher
@@ -96,6 +96,8 @@ class Desk:
     def _begun(self) -> tuple[int, Any]:
         """The next registry, which starts, with its number before it."""
         number = 1 + (self._number or max(registries(self._application), default=0))
+        if not ray.is_initialized():  # the run is over; to make an actor now, Ray would start a cluster of its own
+            raise RaySystemError("disconnected meanwhile")
         name = registry_name(self._application, number)
         options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "num_cpus": 0}
         # Beside the run, so that no other node takes it along.

@@ -13,6 +13,9 @@ from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
 if TYPE_CHECKING:
     from quartet.ranks.group import RankGroup
 
+# Otherwise a call of Ray's that a test forgot to replace starts a cluster. When that is gone, so is the process, a
+# minute later and without a word.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # replicas, which tests make without Serve, refuse to be unguarded
 
 

@@ -160,6 +160,8 @@ class FakeRay:
         """Names of actors whose run has ended, in the moment before they end."""
         self.lost = False
         """True while Ray names no actors."""
+        self.connected = True
+        """True until the program leaves the cluster."""
 
     def remote(self, _: type[Registry]) -> "FakeRay":
         return self
@@ -205,6 +207,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(registry, "list_named_actors", fake.list_named_actors)
     context = SimpleNamespace(current_actor=None, get_node_id=lambda: "0" * 56)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "is_initialized", lambda: fake.connected)
     return fake
 
 
@@ -258,8 +261,13 @@ async def test_a_ray_that_answers_nothing_keeps_no_run_from_its_end(
             with pytest.raises(Unavailable, match=r"did not start the registry .* within 0\.01 s"):
                 async with registered("rollout"):
                     pytest.fail("opened")
+        slow_ray.connected, slow_ray.actors = False, {}  # with the run, its actors end
     finally:
         end.set()
+        async with asyncio.timeout(30):
+            while any(thread.name == newcomers._THREAD for thread in threading.enumerate()):
+                await asyncio.sleep(0.01)
+    assert not slow_ray.actors  # an answer after the end has begun none
 
 
 class FakeMember:
