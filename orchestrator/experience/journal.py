@@ -6,6 +6,7 @@ restarts at 20 and takes the samples of steps 21 to 23, and of 24 if they were c
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -25,10 +26,16 @@ _SAMPLING_SECTIONS: dict[str, Any] = {
     "loop": {"max_staleness", "depth"},
 }
 """Sections of the configuration on which a step's samples depend, and of `loop` its keys."""
-_CONVERSATION = {"kind", "max_turns", "max_tokens"}
-"""Keys of `environment` on which they depend; the others decide when an answer counts as failed."""
+_CONVERSATIONS = {
+    "environment": {"kind", "max_turns", "max_tokens"},
+    "agent": {"kind", "max_tokens", "sequences"},
+}
+"""Sections that a run may have besides, and their keys on which they depend; the others decide how many conversations
+go on at a time, and when one counts as failed."""
 _BYTES = b"\xc6"
 """Type of a msgpack value: bytes, whose number follows in four."""
+_MOST_BYTES = (1 << 32) - 1
+"""Most bytes of columns that such a value has."""
 
 
 class ExperienceJournal:
@@ -53,8 +60,8 @@ class ExperienceJournal:
         self._folder = folder
         self._note = note
         self._schema = schema_of(config.algorithm.score_names)
-        sections = _SAMPLING_SECTIONS | ({} if config.environment is None else {"environment": _CONVERSATION})
-        self._settings = config.model_dump_json(include=sections).encode()
+        has = {name: keys for name, keys in _CONVERSATIONS.items() if getattr(config, name) is not None}
+        self._settings = config.model_dump_json(include=_SAMPLING_SECTIONS | has).encode()
         self._settings += repr(sorted((services or {}).items())).encode()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -98,10 +105,13 @@ class ExperienceJournal:
         }
         packer, columns = msgpack.Packer(), collected.columns.buffers()
         head = [packer.pack_map_header(len(raw) + 1), *map(packer.pack, chain.from_iterable(raw.items()))]
-        # Last, and written as they lie in memory: msgpack would copy them all.
-        head += [packer.pack("columns"), _BYTES + sum(map(len, columns)).to_bytes(4, "big")]
+        size = sum(map(len, columns))
         try:
             self._remove(lambda kept: kept > step)
+            if size > _MOST_BYTES:
+                raise OSError(f"its columns have {size} bytes, and a record holds {_MOST_BYTES} at most")
+            # Last, and written as they lie in memory: msgpack would copy them all.
+            head += [packer.pack("columns"), _BYTES + size.to_bytes(4, "big")]
             replace_file(self._path(step), *head, *columns)
         except OSError as error:
             self._note(f"journal: step {step} could not be kept: {error}")
@@ -123,5 +133,6 @@ class ExperienceJournal:
         digest = hashlib.sha256(self._settings)
         for number, prompt in asked:
             digest.update(b"%d\n" % number)
-            digest.update(prompt.prompt_ids.astype("<i4").tobytes() + b"\n" + prompt.label.encode() + b"\n")
+            facts = json.dumps([prompt.label, prompt.task, prompt.columns], sort_keys=True)
+            digest.update(prompt.prompt_ids.astype("<i4").tobytes() + b"\n" + facts.encode() + b"\n")
         return digest.digest()

@@ -1,7 +1,9 @@
 """The journal of experience on disk."""
 
+import mmap
 import resource
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ FIRST = 6
 
 def prompt(number: int) -> Prompt:
     return PROMPTS[number - FIRST]
+
+
+def changed(number: int, **fields: Any) -> Prompt:
+    return replace(prompt(number), **fields)
 
 
 def collected(version: int = 1) -> Collected:
@@ -98,7 +104,9 @@ def test_other_prompts_samples_are_left_alone(tmp_path: Path, policy_folder: Pat
     kept = journal(tmp_path, policy_folder)
     kept.write(1, collected())
     assert kept.read(1, lambda number: PROMPTS[::-1][number - FIRST]) is None
-    assert kept.read(1, lambda number: replace(prompt(number), label="other")) is None
+    other: dict[str, Any]
+    for other in ({"label": "other"}, {"task": "other"}, {"columns": {"unit": "other"}}):
+        assert kept.read(1, partial(changed, **other)) is None
     assert kept.read(1, prompt)
 
 
@@ -161,6 +169,23 @@ def test_a_file_that_cannot_be_written_is_told_and_costs_nothing_else(tmp_path: 
     assert len(notes) == 1
 
 
+def test_a_batch_that_no_record_holds_is_told_and_costs_nothing_else(
+    tmp_path: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
+    # Takes no memory, as nothing is written into it.
+    with mmap.mmap(-1, 1 << 32) as large, memoryview(large) as piece, monkeypatch.context() as patched:
+        patched.setattr(Columns, "buffers", lambda columns: [piece])
+        kept.write(1, collected())
+    assert kept.read(1, prompt) is None
+    assert notes == [
+        "journal: step 1 could not be kept: its columns have 4294967296 bytes, and a record holds 4294967295 at most"
+    ]
+    kept.write(1, collected())
+    assert same(kept.read(1, prompt), collected())
+
+
 def test_what_follows_a_step_that_is_kept_again_is_of_another_past(tmp_path: Path, policy_folder: Path) -> None:
     kept = journal(tmp_path, policy_folder)
     for step in (1, 2, 3):
@@ -197,3 +222,12 @@ def test_the_patience_with_an_environment_decides_on_no_sample(tmp_path: Path, p
         assert journal(tmp_path, policy_folder, environment=first | other).read(1, prompt) is None
     patient = first | {"answer_s": 7, "attempts": 9}
     assert same(journal(tmp_path, policy_folder, environment=patient).read(1, prompt), collected())
+
+
+def test_the_patience_with_an_agent_decides_on_no_sample(tmp_path: Path, policy_folder: Path) -> None:
+    first = {"kind": "a:b", "max_tokens": 600, "sequences": 2}
+    journal(tmp_path, policy_folder, agent=first).write(1, collected())
+    for other in ({"kind": "a:c"}, {"max_tokens": 601}, {"sequences": 3}):
+        assert journal(tmp_path, policy_folder, agent=first | other).read(1, prompt) is None
+    patient = first | {"conversation_s": 7, "at_once": 9, "attempts": 9}
+    assert same(journal(tmp_path, policy_folder, agent=patient).read(1, prompt), collected())
