@@ -192,12 +192,15 @@ class Sessions:
         self._bytes[owner] += self._sessions[name].bytes
 
     def start_all(self, owner: str, tokenizer: str, sessions: Sequence[tuple[str, str, Mapping[str, Any]]]) -> None:
-        """Starts several sessions, each given by its name, task and terms: all, or none. Raises as `start`."""
+        """Starts several sessions, each given by its name, task and terms: all, or none. Those that were there before
+        stay in any case. Raises as `start`."""
         begun = []
         try:
             for name, task, terms in sessions:
+                before = self._sessions.get(name)
                 self.start(owner, name, tokenizer, task, terms)
-                begun.append(name)
+                if self._sessions[name] is not before:
+                    begun.append(name)
         except ServiceError:
             for name in begun:
                 self._drop(name)

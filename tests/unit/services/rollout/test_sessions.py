@@ -363,6 +363,20 @@ def test_several_are_started_all_or_none(sessions: Sessions, monkeypatch: pytest
     assert sessions.counts["sessions"] == 3
 
 
+@pytest.mark.parametrize("wrong", [("new", {}), ("found", {"seed": 9})], ids=["no room", "other terms"])
+def test_several_that_are_refused_leave_those_that_were_there_as_they_were(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, dict[str, Any]]
+) -> None:
+    monkeypatch.setattr(module, "MOST_SESSIONS", 6)
+    record(sessions, ids(5), sampled(10))
+    sessions.start(ME, "found", "t", "", {"seed": 1})
+    name, terms = wrong
+    with pytest.raises((ResourceExhausted, InvalidArgument)):
+        sessions.start_all(ME, "t", [(S, "", {}), ("first", "", {}), (name, "", terms)])
+    assert sessions.counts["sessions"] == 2
+    assert sessions.trajectory(ME, S)["sequences"][0]["ids"].tolist() == [5, 10]
+
+
 def test_several_are_told_and_others_removed_at_once(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
     sessions.start(ME, "other", "t")
     record(sessions, ids(5), sampled(10))
