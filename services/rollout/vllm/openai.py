@@ -158,6 +158,7 @@ class VLLMCompletions:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
         version, longest = self._version_of(given.get("model")), self._served.engine.max_length
+        versions = None if version is None else (version, version)
         begun, held = carried(given.get("messages", ())), None
         if session is not None and path in _SAMPLES:
             # In a thread, as there may be thousands of messages.
@@ -172,11 +173,12 @@ class VLLMCompletions:
                 given = of_session(given, terms, turn)
                 if terms.bounds:
                     self._served.check(terms.versions)
-                    version = terms.versions.max_version if terms.versions.HasField("max_version") else version
+                    if versions is None and terms.versions.HasField("max_version"):
+                        versions = terms.versions.min_version, terms.versions.max_version
             except ServiceError:
                 await session.leave(turn)
                 raise
-        call = OpenAICall(self._served, self._requests, share, version, longest, held)
+        call = OpenAICall(self._served, self._requests, share, versions, longest, held)
         # Their log-probs are in a message that brings them, whether or not they are asked for otherwise.
         tells = path == _CHAT and given.get("return_token_ids") and not given.get("stream")
         call.keeps |= bool(tells)

@@ -117,7 +117,7 @@ class OpenAICall:
         served: Served,
         requests: Requests,
         share: Share,
-        version: int | None,
+        versions: tuple[int, int] | None,
         longest: int,
         turn: Turn | None = None,
     ) -> None:
@@ -125,11 +125,11 @@ class OpenAICall:
         Args:
             served, requests: the replica and its engine.
             share: in whose name its work waits.
-            version: the version that it asks for; None for the newest.
+            versions: the oldest and the newest version that may sample its tokens; None for any.
             longest: most tokens of a prompt and its response.
             turn: the turn of a session that it is.
         """
-        self._served, self._requests, self.share, self._version = served, requests, share, version
+        self._served, self._requests, self.share, self._versions = served, requests, share, versions
         self._longest, self.turn = longest, turn
         self._taken: list[_Taken] = []
         self._newest: int | None = None
@@ -258,11 +258,13 @@ class OpenAICall:
                 raise come
             taken = several[place]
             output, taken.spans = come
-            if self._version is not None and any(version != self._version for version, *_ in taken.spans):
-                # A push came while it waited or ran.
-                served = f"served is {taken.spans[-1][0]}; ask for the newest without a version"
-                told = f"model: version {self._version} is not served any more; {served}"
-                raise GracefulHTTPError(told, HTTPStatus.NOT_FOUND)
+            if self._versions is not None:
+                oldest, newest = self._versions
+                if any(not oldest <= version <= newest for version, *_ in taken.spans):
+                    # A push came while it waited or ran.
+                    served = f"served is {taken.spans[-1][0]}; ask for the newest without a version"
+                    told = f"model: version {newest} is not served any more; {served}"
+                    raise GracefulHTTPError(told, HTTPStatus.NOT_FOUND)
             if taken.spans:
                 self._note(taken.spans[-1][0])
             [response] = output.outputs

@@ -705,6 +705,17 @@ async def test_an_evaluation_s_session_gets_no_other_version(talking: Replica) -
     assert told_of(talking, "run")["interactions"] == []
 
 
+@pytest.mark.parametrize(("oldest", "newest", "status"), [(3, 4, 200), (3, 5, 200), (4, 5, 404)])
+async def test_a_session_gets_all_versions_of_its_terms_and_no_other(
+    talking: Replica, oldest: int, newest: int, status: int
+) -> None:
+    """The responses are of version 3 and then 4."""
+    bounds = pb.GenerateRequest(min_version=oldest, max_version=newest)
+    talking.sessions.held.start(ME.name, "run", "t", "", {"bounds": bounds.SerializeToString()})
+    assert (await talking.ask(CHAT, "run", messages=[USER], max_tokens=8)).status == status
+    assert len(told_of(talking, "run")["interactions"]) == (status == 200)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_no_session_holds_is_an_error(talking: Replica, stream: bool) -> None:
     body: dict[str, Any] = {"messages": [USER], "max_tokens": 2, "stream": stream}
