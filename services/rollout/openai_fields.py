@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quartet.trajectory import LARGEST_REWARD
+from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.json_bounds import MOST_ELEMENTS, check_bounds
 from quartet.wire.json_object import json_object
@@ -233,9 +234,10 @@ def of_session(given: Mapping[str, Any], terms: Terms, turn: int) -> dict[str, A
                     "with the log-probs of the policy as it is"
                 )
     ours: dict[str, Any] = {"temperature": terms.temperature}
-    if terms.seed is not None:
-        # The request's own counts for nothing: agents often send the same each time, and so would draw the same.
-        ours["seed"] = seed_of_turn(terms.seed, turn)
+    if terms.seed is not None or terms.purpose is not Purpose.FOREIGN:
+        # The request's own counts for nothing: agents often send the same each time, and so would draw the same, as
+        # would all samples of a run's prompt.
+        ours["seed"] = None if terms.seed is None else seed_of_turn(terms.seed, turn)
     if terms.max_tokens is not None:
         asked = [int(sampling[name]) for name in ("max_tokens", "max_completion_tokens") if name in sampling]
         ours["max_tokens"] = min([terms.max_tokens, *asked])

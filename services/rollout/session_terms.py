@@ -29,7 +29,8 @@ class Terms:
 
     temperature: float = 1.0
     seed: int | None = None
-    """Seed of the first response, from which those of the others follow; None for those of the requests."""
+    """Seed of the first response, from which those of the others follow; None for those of the requests, which count
+    for nothing in a session of a run."""
     max_tokens: int | None = None
     """Most tokens of a response; None for what fits."""
     max_length: int | None = None

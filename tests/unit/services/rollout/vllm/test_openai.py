@@ -643,6 +643,15 @@ async def test_a_run_s_session_has_its_seeds_its_bounds_and_its_place_in_the_que
     assert not told["full"]
 
 
+async def test_a_run_s_session_without_seeds_has_none_of_its_requests_either(talking: Replica) -> None:
+    """With a seed of the agent's own, all samples of a prompt would be drawn alike."""
+    talking.sessions.held.start(ME.name, "run", "t", "", {"purpose": Purpose.TRAINING})
+    for session in ("run", "s"):
+        await talking.ask(CHAT, session, messages=[USER], seed=5, max_tokens=1)
+        await talking.ask(GENERATE, session, token_ids=[5], sampling_params={"max_tokens": 1, "seed": 5})
+    assert [params.seed for _, params in talking.llm.asked] == [None, None, 5, 5]
+
+
 @pytest.mark.parametrize("length", [16, MAX_LENGTH, 5 * MAX_LENGTH])
 async def test_a_session_knows_that_a_prompt_left_no_room(talking: Replica, length: int) -> None:
     """The session's own bound is met, or the model's, in tokens or in messages."""
