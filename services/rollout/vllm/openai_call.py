@@ -161,6 +161,9 @@ class OpenAICall:
         self.leave_desk()
         if self.keeps and params.logprobs is None:
             params.logprobs = 0
+            if params.output_kind is not RequestOutputKind.DELTA:
+                # Nobody asked for log-probs, and so nobody could tell why there are too many to list.
+                params.max_tokens = min(params.max_tokens, MOST_LISTED)
         # A text that ends a response is looked for in each output, and log-probs of a prompt come with the first; the
         # scheduler would join them to the last.
         if params.stop or params.prompt_logprobs is not None:

@@ -866,6 +866,21 @@ async def test_an_answer_lists_log_probs_up_to_a_bound(replica: Replica, monkeyp
     assert replica.admission.waiting_rows == 0
 
 
+async def test_log_probs_that_a_session_keeps_end_a_response_at_the_bound(
+    talking: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_call, "MOST_LISTED", 6)
+    got = await talking.ask(CHAT, "s", messages=[USER])
+    assert (got.status, got.json["usage"]["completion_tokens"]) == (200, 6)
+    assert got.json["choices"][0]["finish_reason"] == "length"
+    assert (await talking.ask(CHAT, "s", messages=[USER], stream=True)).status == 200
+    await talking.ask(CHAT, messages=[USER])
+    longest = MAX_LENGTH - len(talking.prompts()[0])
+    assert [params.max_tokens for _, params in talking.llm.asked] == [6, longest, longest]
+    with pytest.raises(InvalidArgument, match=r"logprobs: \d+ would be listed"):
+        await talking.ask(CHAT, "s", messages=[USER], logprobs=True)
+
+
 def test_a_harness_that_asks_for_the_log_probs_of_sixteen_long_prompts_is_within_the_bound() -> None:
     likeliest, length, prompts = 1, 4096, 16
     assert prompts * length * (1 + likeliest) <= openai_call.MOST_LISTED
