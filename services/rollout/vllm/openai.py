@@ -250,10 +250,8 @@ class VLLMCompletions:
             made = await create(request, None)
             if not isinstance(made, ErrorResponse | AsyncGenerator):
                 made = await self._written(call, partial(call.whole, made))
-        except ServiceError:
+        except (ServiceError, TimeoutError):
             raise
-        except TimeoutError:
-            raise InvalidArgument(LATE) from None
         except EngineDeadError:
             raise Unavailable("the engine of this replica died; ask again") from None
         except Exception as error:
