@@ -18,7 +18,7 @@ from quartet.learner.optimizer import rate_factor
 from quartet.learner.snapshot import Snapshot
 from quartet.learner.tensor_parallel import whole_shape
 from quartet.ranks.ranks import Ranks
-from quartet.seams.deepspeed import save_by
+from quartet.seams.deepspeed import clip_as_configured, save_by
 
 WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
 """Writes a model with these weights to a folder."""
@@ -128,6 +128,7 @@ class RankLearner(TrainedModule):
         for group in self._engine.optimizer.param_groups:
             group |= {"lr": rate, "initial_lr": optimizer.learning_rate, "betas": optimizer.betas}
             group |= {"eps": optimizer.eps, "weight_decay": optimizer.weight_decay}
+        clip_as_configured(self._engine)
 
     def _layout(self, step: int) -> Layout:
         numbers = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())

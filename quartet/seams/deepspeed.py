@@ -78,6 +78,13 @@ def save_by(engine: Any, saver: Any) -> None:
     engine.checkpoint_engine = saver
 
 
+def clip_as_configured(engine: Any) -> None:
+    """Has an engine clip gradients to its own configured norm after `load_checkpoint`, which with ZeRO 1 and 2 sets
+    the norm of the checkpoint's run."""
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = engine.gradient_clipping()
+
+
 def divisible_styles() -> frozenset[str]:
     """The styles in a transformers model's plan for tensor parallelism (`base_model_tp_plan`) that AutoTP can carry
     out."""

@@ -211,3 +211,16 @@ def test_what_is_not_a_model_is_never_replaced(policy_folder: Path, tmp_path: Pa
     (tmp_path / "empty").mkdir()
     learner.save(tmp_path / "empty", lambda folder, weights: (folder / "config.json").touch(), "policy")
     assert (tmp_path / "empty" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_resumed_learner_clips_as_it_is_configured(policy_folder: Path, tmp_path: Path, zero_stage: int) -> None:
+    """With ZeRO, whose files hold the norm of the learner that wrote them, which clipped nothing."""
+    before = make_learner(policy_folder, OPTIMIZER.model_copy(update={"max_grad_norm": 1e9}), zero_stage=zero_stage)
+    before.take_snapshot(tmp_path / "begin", 0, copies=False)
+    learner = make_learner(policy_folder, zero_stage=zero_stage)
+    assert learner.restore(tmp_path / "begin") == 0
+    train(learner, [[batch] for batch in batches(3)])
+    plain, measured = train_plainly(batches(3))
+    assert min(numbers["grad_norm"] for numbers in measured) > OPTIMIZER.max_grad_norm
+    assert float((weights(learner.module) - weights(plain)).abs().max()) < 1e-6
