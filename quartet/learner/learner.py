@@ -78,11 +78,12 @@ class RankLearner(TrainedModule):
         if first:
             snapshot.hold(self._layout(step), folder / LAYOUT, Layout.write)
         if write:
-            with self.averaged():
+            with self.averaged():  # until the weights are written: without copies they are the parameters themselves
                 weights = {name: snapshot.copy(tensor) for name, tensor in self.saved_weights() if first}
-            if first:
-                buffers = {name: snapshot.copy(buffer) for name, buffer in _buffers(self.module).items()}
-                snapshot.hold(weights | buffers, folder / MODEL, lambda held, path: self._write(held, path, write))
+                if first:
+                    buffers = {name: snapshot.copy(buffer) for name, buffer in _buffers(self.module).items()}
+                    whole = weights | buffers
+                    snapshot.hold(whole, folder / MODEL, lambda held, path: self._write(held, path, write))
 
     def _write(self, tensors: dict[str, torch.Tensor], folder: Path, write: WriteModel) -> None:
         """Writes the model, and its adapters, if there are some among the tensors, to a subfolder."""

@@ -224,3 +224,22 @@ def test_a_resumed_learner_clips_as_it_is_configured(policy_folder: Path, tmp_pa
     plain, measured = train_plainly(batches(3))
     assert min(numbers["grad_norm"] for numbers in measured) > OPTIMIZER.max_grad_norm
     assert float((weights(learner.module) - weights(plain)).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_the_model_of_a_snapshot_is_the_running_mean(policy_folder: Path, tmp_path: Path, copies: bool) -> None:
+    learner = make_learner(policy_folder, ema_decay=0.75)
+    start = weights(learner.module)
+    train(learner, [batches(1)])
+    written: dict[str, Tensor] = {}
+
+    def write(folder: Path, tensors: Weights) -> None:
+        folder.mkdir()
+        written.update({name: tensor.clone() for name, tensor in tensors.items()})
+
+    learner.take_snapshot(tmp_path / "snapshot", 1, write, copies=copies)
+    learner.write_snapshot()
+    mean = torch.cat([written[name].view(-1) for name, _ in learner.module.named_parameters()])
+    now = weights(learner.module)
+    assert float((mean - (0.75 * start + 0.25 * now)).abs().max()) < 1e-6
+    assert float((now - start).abs().min()) > 1e-3
