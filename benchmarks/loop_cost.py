@@ -141,7 +141,7 @@ async def trained(port: int, folder: Path, responses: int, tokens: int, steps: i
             Record(cast(Any, idle), cast(Any, idle), config.steps),
             Waits(UNTRACED),
         )
-        state = TrainState(step=0, first_version=1, first_critic_step=0, kl_coef=0.1)
+        state = TrainState(step=0, first_version=1, first_critic_step=0)
         await trainer.run(state, folder / "saved")
     return idle
 

@@ -60,7 +60,7 @@ class Outcome:
 
 
 def _state(step: int) -> TrainState:
-    return TrainState(step=step, first_version=0, first_critic_step=0, kl_coef=0.1)
+    return TrainState(step=step, first_version=0, first_critic_step=0)
 
 
 class _Part:

@@ -153,7 +153,7 @@ class Schedule:
         self._prompts = PromptStream(prompts, config.seed, config.algorithm.samples_per_prompt)
         requests = training_requests(config, self._prompts, range((STEPS + 6) * config.batch_size))
         self._replicas.number_of = {request.seed: request.number for request in requests if request.seed is not None}
-        state = TrainState(step=0, first_version=1, first_critic_step=0, kl_coef=0.1)
+        state = TrainState(step=0, first_version=1, first_critic_step=0)
         self._disk = Disk(self._chance, draw.randint(1, 4), state)
         self._learners = [Learner("policy", self._chance), Learner("value", self._chance)]
         self._kills = draw.choice([0, 1, 2, 5])

@@ -100,7 +100,6 @@ def first_state(
         step=0,
         first_version=infos.rollout.policy_version + 1,
         first_critic_step=critic_step,
-        kl_coef=config.algorithm.kl.coef,
         services=dict(parts),
     )
 

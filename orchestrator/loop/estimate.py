@@ -8,7 +8,7 @@ from torch import Tensor
 
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.groups import described
-from orchestrator.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
+from orchestrator.algorithms.kl import kl_estimate
 from orchestrator.algorithms.loss import mismatch
 from orchestrator.algorithms.off_policy import measures
 from orchestrator.algorithms.responses import Responses
@@ -23,8 +23,6 @@ from orchestrator.loop.batch import Batch
 from quartet.models.numerics import explained_variance, masked_mean
 from quartet.wire.codec import Floats
 from quartet.wire.pairs import SCORE
-
-KLController = FixedKL | AdaptiveKL
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +45,6 @@ class Advantages:
     normalisers: dict[str, RunningNormaliser]
     """The normalisers after this batch's scores."""
     metrics: dict[str, float]
-
-
-def make_controller(algorithm: Algorithm, coef: float) -> KLController:
-    """The controller of the KL coefficient, which is `coef` now."""
-    if algorithm.kl.target is None:
-        return FixedKL(algorithm.kl.coef)
-    return AdaptiveKL(coef, algorithm.kl.target, algorithm.kl.horizon)
 
 
 def old_logprobs_of(batch: Batch, algorithm: Algorithm) -> Tensor | None:

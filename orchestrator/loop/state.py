@@ -37,7 +37,7 @@ class TrainState(Config):
         first_version 7, first_critic_step 4:  at step 3 the policy's version is 10, the critic's step 7
     """
 
-    format: Literal[4] = 4
+    format: Literal[5] = 5
     """Version of a checkpoint's format; raised when its files change."""
     step: int
     """Number of PPO steps done."""
@@ -46,8 +46,9 @@ class TrainState(Config):
     first_critic_step: int | None
     """The critic's last training step at step 0; more than 0 if it trained for another run before. None if the run
     has no critic."""
-    kl_coef: float
-    """Coefficient of the KL penalty in the next batch."""
+    kl_coef: float | None = None
+    """Coefficient of the KL penalty in the next batch, as adapted so far; None if it is that of the configuration,
+    since it is fixed or no batch has adapted it yet."""
     services: dict[str, PartIdentity] = Field(default_factory=dict)
     """Place -> identity of the services' models; with others the run would not be the same."""
     normalisers: dict[str, RunningNormaliser] = Field(default_factory=dict)
@@ -89,7 +90,7 @@ class TrainState(Config):
     def advanced(
         self,
         *,
-        kl_coef: float,
+        kl_coef: float | None,
         normalisers: dict[str, RunningNormaliser],
         asked: int,
         used: Sequence[Scored],

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from orchestrator.algorithms.kl import adapted
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.evaluation.evaluator import Evaluator
 from orchestrator.experience.beside import Beside
@@ -18,7 +19,6 @@ from orchestrator.loop.estimate import (
     Advantages,
     Distance,
     estimate_advantages,
-    make_controller,
     measure_distance,
     old_logprobs_of,
 )
@@ -146,19 +146,31 @@ class Trainer:
         learned: dict[str, float],
     ) -> TrainState:
         """The state after the step that trained on this batch."""
-        algorithm = self._config.algorithm
-        controller = make_controller(algorithm, state.kl_coef)
-        # A policy that does not move yet says nothing about the coefficient that it will need.
-        if distance.kl is not None and algorithm.trains_policy(state.step + 1):
-            controller = controller.update(distance.kl, len(batch))
         return state.advanced(
-            kl_coef=controller.coef,
+            kl_coef=self._adapted(state, distance.kl, len(batch)),
             normalisers=estimate.normalisers,
             asked=len(batch.collected.numbers) + batch.collected.repeated,
             used=batch.collected.scored,
             discarded=len(batch.collected.discarded),
             skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
         )
+
+    def _kl_coef(self, state: TrainState) -> float:
+        """Coefficient of the KL penalty in the next batch."""
+        kl = self._config.algorithm.kl
+        return kl.coef if kl.target is None or state.kl_coef is None else state.kl_coef
+
+    def _adapted(self, state: TrainState, measured: float | None, samples: int) -> float | None:
+        """The coefficient after the next batch, of so many samples, whose KL was measured; None if it is not
+        adapted."""
+        algorithm = self._config.algorithm
+        kl = algorithm.kl
+        if kl.target is None:
+            return None
+        # A policy that does not move yet says nothing about the coefficient that it will need.
+        if measured is None or not algorithm.trains_policy(state.step + 1):
+            return state.kl_coef
+        return adapted(self._kl_coef(state), measured, samples, target=kl.target, horizon=kl.horizon)
 
     def _log(self, done: TrainState, report: StepReport) -> None:
         """Logs the step. MismatchError or NotFinite if the run has to end after it."""
@@ -208,7 +220,7 @@ class Trainer:
     def _estimate(self, state: TrainState, batch: Batch) -> tuple[Update, Advantages]:
         """The update for the learners, from the batch and the advantages of its tokens."""
         algorithm = self._config.algorithm
-        kl_coef = make_controller(algorithm, state.kl_coef).coef
+        kl_coef = self._kl_coef(state)
         longest, step = self._config.sampling.max_new_tokens, state.step + 1
         old_logprobs = old_logprobs_of(batch, algorithm)
         estimate = estimate_advantages(

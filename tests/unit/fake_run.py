@@ -224,9 +224,7 @@ class Stage:
 
     async def run(self, policy_version: int = 0, critic_step: int = 0) -> None:
         first = critic_step if self.fakes.with_critic else None
-        await self.go_on(
-            TrainState(step=0, first_version=policy_version + 1, first_critic_step=first, kl_coef=0.2), resumed=False
-        )
+        await self.go_on(TrainState(step=0, first_version=policy_version + 1, first_critic_step=first), resumed=False)
 
     async def go_on(self, state: TrainState, resumed: bool = True) -> None:
         await self.trainer(state.first_critic_step).run(state, SAVE_TO, resumed=resumed)

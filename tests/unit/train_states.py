@@ -4,4 +4,4 @@ from orchestrator.loop.state import TrainState
 
 
 def state(step: int) -> TrainState:
-    return TrainState(step=step, first_version=1, first_critic_step=100, kl_coef=0.1)
+    return TrainState(step=step, first_version=1, first_critic_step=100)

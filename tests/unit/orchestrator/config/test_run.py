@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.algorithms.kl import adapted
 from orchestrator.algorithms.registry import algorithms, kinds
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.loop.estimate import make_controller
 from quartet.config.base import ConfigError
 
 
@@ -167,6 +167,5 @@ def test_an_adaptive_coefficient_that_is_accepted_survives_the_largest_error(sec
     values = {"batch_size": 100, "algorithm": {"kl": {"target": 6, "horizon": 20.1}}}
     config = OrchestratorConfig.parse(section | values, "o")
     # e is -0.2 at most: 0.1 * (1 - 0.2 * 100 / 20.1) > 0.
-    assert make_controller(config.algorithm, config.algorithm.kl.coef).update(
-        0.0, config.batch_size
-    ).coef == pytest.approx(0.1 * 0.1 / 20.1)
+    least = adapted(0.1, 0.0, config.batch_size, target=6, horizon=config.algorithm.kl.horizon)
+    assert least == pytest.approx(0.1 * 0.1 / 20.1)

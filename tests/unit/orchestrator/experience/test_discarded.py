@@ -70,7 +70,7 @@ class Bench:
         self.config = choosy(config, *rows, most=most)
         collector = Collector(self.fakes.services, self.config)
         self.source = ExperienceSource(self.config, prompts, collector, self.journal)  # type: ignore[arg-type]
-        self.state = TrainState(step=0, first_version=0, first_critic_step=0, kl_coef=0.1)
+        self.state = TrainState(step=0, first_version=0, first_critic_step=0)
 
     async def steps(self, beside: Beside, count: int) -> list[list[int]]:
         """Takes and uses so many batches from where the state is; their numbers."""
@@ -88,7 +88,7 @@ class Bench:
     def use(self, batch: Collected) -> list[int]:
         numbers = batch.trained_numbers
         self.state = self.state.advanced(
-            kl_coef=0.1,
+            kl_coef=None,
             normalisers=self.state.normalisers,
             asked=len(batch.numbers),
             used=batch.scored,
@@ -149,7 +149,7 @@ async def test_a_restart_neither_repeats_what_was_discarded_nor_trains_on_it(
     async with Beside() as beside:
         first = await before.steps(beside, 1)
         again.state = before.state
-    before.state, before.journal.kept = TrainState(step=0, first_version=0, first_critic_step=0, kl_coef=0.1), {}
+    before.state, before.journal.kept = TrainState(step=0, first_version=0, first_critic_step=0), {}
     async with Beside() as beside:
         straight = await before.steps(beside, 5)
     assert straight[:1] == first

@@ -1,7 +1,6 @@
 """Rewards, advantages and returns of a batch of two responses, by hand."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,17 +8,16 @@ import pytest
 import torch
 
 from orchestrator.algorithms.contract import Algorithm, KLConfig
-from orchestrator.algorithms.kl import AdaptiveKL, FixedKL
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.algorithms.registry import DEFAULT, algorithms
 from orchestrator.algorithms.rewards import Normalisers, RunningNormaliser
 from orchestrator.loop.batch import Batch
-from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance, old_logprobs_of
+from orchestrator.loop.estimate import estimate_advantages, measure_distance, old_logprobs_of
 from services.rollout.sample import FinishReason, Sample
 from tests.trajectories import cut
 from tests.unit.algorithm_settings import plain
 from tests.unit.experiences import Experience, collected
-from tests.unit.fakes import make_config, make_prompts
+from tests.unit.fakes import make_prompts
 
 OLD = [np.asarray([-1.0, -2.0], np.float32), np.asarray([-0.5], np.float32)]
 
@@ -296,11 +294,3 @@ def test_columns_are_made_of_rows_and_rows_of_columns() -> None:
     assert batch.values.tolist() == [[0.5, 1.0], [0.0, 0.0]]
     assert (batch.scores.tolist(), batch.truncated, len(batch)) == ([2.0, -1.0], 0.5, 2)
     assert batch.packed(batch.padded(OLD)).tolist() == np.concatenate(OLD).tolist()
-
-
-def test_controllers(policy_folder: Path) -> None:
-    fixed = make_config(policy_folder, algorithm={"minibatch_size": 1, "kl": {"coef": 0.3}})
-    assert make_controller(fixed.algorithm, 0.7) == FixedKL(0.3)
-    kl = {"coef": 0.3, "target": 6, "horizon": 1000}
-    adaptive = make_config(policy_folder, algorithm={"minibatch_size": 1, "kl": kl})
-    assert make_controller(adaptive.algorithm, 0.7) == AdaptiveKL(0.7, 6, 1000)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.algorithms.kl import adapted
 from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.clients import Services
 from orchestrator.data.prompts import PromptStream
@@ -19,7 +20,7 @@ from orchestrator.experience.requests import training_requests
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.learners import CriticLearner, PolicyLearner, Update
 from orchestrator.loop.batch import Batch
-from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance
+from orchestrator.loop.estimate import estimate_advantages, measure_distance
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
@@ -149,9 +150,7 @@ class Run:
                 Record(self.log, self.progress, config.steps),  # type: ignore[arg-type]
                 Waits(UNTRACED),
             )
-            await trainer.run(
-                TrainState(step=0, first_version=1, first_critic_step=0, kl_coef=0.2), self.folder / "policy"
-            )
+            await trainer.run(TrainState(step=0, first_version=1, first_critic_step=0), self.folder / "policy")
             self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
         self.pushed = pusher.pushed
         return self
@@ -181,7 +180,7 @@ class Run:
                     await each.train(update)
                 distance = measure_distance(batch, batch.columns.rows("old_logprobs"), config.algorithm, step + 1)
                 assert distance.kl is not None
-                kl_coef = make_controller(config.algorithm, kl_coef).update(distance.kl, len(batch)).coef
+                kl_coef = adapted(kl_coef, distance.kl, len(batch), target=KL["target"], horizon=KL["horizon"])
                 normalisers = estimate.normalisers
             self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
         return self

@@ -181,6 +181,22 @@ async def test_an_adaptive_coefficient_counts_from_the_next_step(policy_folder: 
     assert [stage.log.lines[step]["kl/reference"] for step in (1, 2, 3)] == pytest.approx([0.375] * 3)
 
 
+async def test_a_resumed_run_begins_at_its_own_coefficient_unless_one_was_adapted(policy_folder: Path) -> None:
+    """Each run goes on from the one before for a step; an adaptive one multiplies its coefficient by 0.9."""
+    adaptive = {"target": 3, "horizon": 4}
+    first = Stage(policy_folder, steps=1, algorithm={"minibatch_size": 1, "kl": {"coef": 0}})
+    await first.run()
+    state = first.checkpoints.states[-1]
+    begun = ({"coef": 0.2} | adaptive, 0.2)
+    others = [({"coef": 7} | adaptive, 0.18), ({"coef": 0.5}, 0.5), ({"coef": 0.6} | adaptive, 0.6)]
+    for step, (kl, coef) in enumerate([begun, *others], start=2):
+        stage = Stage(policy_folder, steps=step, algorithm={"minibatch_size": 1, "kl": kl})
+        await stage.go_on(type(state).model_validate_json(state.model_dump_json()))
+        assert stage.log.lines[step]["kl/coef"] == pytest.approx(coef)
+        state = stage.checkpoints.states[-1]
+        assert state.step == step
+
+
 async def test_the_normaliser_remembers_the_scores_of_earlier_steps(policy_folder: Path) -> None:
     algorithm = {"minibatch_size": 1, "normalise_scores": True, "kl": {"coef": 0}}
     stage = Stage(policy_folder, algorithm=algorithm)
