@@ -36,7 +36,7 @@ class PromptsConfig(SplitsConfig):
     """Source of the prompts: their place, columns and splits."""
 
     label_key: str | None = None
-    """Column whose value function scorers get as the pair's label."""
+    """Column whose value function scorers get as the pair's label: a text as it is, any other value as JSON."""
     columns: tuple[str, ...] = ()
     """Further columns whose values function scorers get as the pair's `columns`, such as tests that a program has to
     pass."""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from quartet.config.base import ConfigError
 from quartet.config.explain import shown
 from quartet.models.reading import reading
 from quartet.wire.codec import Ints
+from quartet.wire.pairs import label_of
 
 _SHOWN = 80
 """Most characters of a wrong value that an error repeats."""
@@ -98,8 +99,8 @@ def load_prompts(
     with reading(f"the tokenizer of {tokenizer.name_or_path} fails on prompts of {where}"):
         token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
     labels, tasks = (
-        [_text_in(row, key, place) for row, place in zip(rows, places, strict=True)]
-        for key in (config.label_key, config.task_key)
+        [_text_in(row, key, place, as_text) for row, place in zip(rows, places, strict=True)]
+        for key, as_text in ((config.label_key, label_of), (config.task_key, str))
     )
     further = [
         {key: _plain(row[key], f"{place}: column {key!r}") for key in config.columns}
@@ -269,10 +270,10 @@ def messages_of(value: Any, where: str) -> list[dict[str, Any]]:
     return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
-def _text_in(row: Mapping[str, Any], key: str | None, where: str) -> str:
+def _text_in(row: Mapping[str, Any], key: str | None, where: str, as_text: Callable[[Any], str]) -> str:
     """The value in a column as text; empty where there is none."""
     value = None if key is None else row[key]
-    return "" if value is None else sound(str(value), f"{where}: column {key!r}")
+    return "" if value is None else sound(as_text(value), f"{where}: column {key!r}")
 
 
 def _plain(value: Any, where: str) -> Any:

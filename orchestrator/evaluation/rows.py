@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Self
 from quartet.config.base import MIB, ConfigError
 from quartet.config.explain import shown
 from quartet.wire.json_object import strict_json
+from quartet.wire.pairs import label_of
 
 LONGEST = 64 * MIB
 """Most bytes of a line."""
@@ -38,8 +39,7 @@ class Row:
     @property
     def label(self) -> str:
         """The column `label` as text; empty if there is none."""
-        label = self.values.get("label")
-        return "" if label is None else label if isinstance(label, str) else json.dumps(label)
+        return label_of(self.values.get("label"))
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -73,8 +73,9 @@ def parse(line: bytes, number: int, name: str) -> Row:
     response = values.get("response")
     if response is not None and not isinstance(response, str):
         raise ConfigError(f"{where}: response: should be text, got {shown(response)[:_SHOWN]}")
-    for field in ("prompt", "response", "label"):
-        if isinstance(text := values.get(field), str) and not is_text(text):
+    texts = {field: values.get(field) for field in ("prompt", "response")} | {"label": label_of(values.get("label"))}
+    for field, text in texts.items():
+        if isinstance(text, str) and not is_text(text):
             raise ConfigError(f"{where}: {field}: holds half of a surrogate pair, which is not a character")
     prompt = values.get("prompt", values.get("messages"))
     if prompt is None:

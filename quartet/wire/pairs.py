@@ -1,5 +1,6 @@
 """A prompt and its response as text, the input of function scorers."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,8 @@ class Pair:
     response: str
     """The response without special tokens; where an environment answered, all that followed the prompt."""
     label: str = ""
-    """The data set's label for the prompt (`data.label_key`), empty when there is none."""
+    """The data set's label for the prompt (`data.label_key`), empty when there is none; of a label that is no text,
+    such as a list, its JSON."""
     ended: bool = True
     """The response ended with an end-of-sequence or stop token, and was not cut off by the length limit."""
     texts: tuple[str, ...] = ()
@@ -58,3 +60,12 @@ class Pair:
     def last(self) -> str:
         """The last response."""
         return self.texts[-1] if self.texts else self.response
+
+
+def label_of(value: Any) -> str:
+    """A data set's label as the text of `Pair.label`: a text as it is, any other value as JSON, where a time or
+    another value that JSON lacks is the text that Python makes of it; empty for None."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    known = isinstance(value, bool | int | float | list | Mapping)
+    return json.dumps(value, ensure_ascii=False, default=str) if known else str(value)

@@ -1,6 +1,7 @@
 import json
 import re
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.config.data import DataConfig
 from orchestrator.data.prompts import PromptSet, check_disjoint, load_prompts
+from orchestrator.evaluation.rows import RowFile
 from quartet.config.base import ConfigError
+from quartet.wire.pairs import label_of
 
 VOCABULARY = ["<pad>", "<bos>", "<unk>", "a", "b", "c", "<user>", "<assistant>"]
 TEMPLATE = (
@@ -74,6 +77,22 @@ def test_text_is_tokenised_with_special_tokens_and_labels_become_text(tmp_path: 
     # A label that looks like a date stays the text it was.
     assert [prompt.label for prompt in loaded.prompts] == ["42", "2024-05-01", "", ""]
     assert (loaded.name, loaded.too_long) == ("train", 0)
+
+
+def test_labels_are_json_as_in_rows_that_are_evaluated_and_dates_of_a_table_are_text(tmp_path: Path) -> None:
+    """A list of tests as Python writes it would be one test, a list literal, which any program passes."""
+    labels = [["assert f(1) == 2", "é"], {"inputs": ["1"], "outputs": [None]}, True, 1.5]
+    data = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "label": label} for label in labels])
+    loaded = load_prompts(config(data, label_key="label"), tokenizer(), "train")
+    assert [prompt.label for prompt in loaded.prompts] == [
+        '["assert f(1) == 2", "é"]',
+        '{"inputs": ["1"], "outputs": [null]}',
+        "true",
+        "1.5",
+    ]
+    with RowFile(data) as rows:
+        assert [row.label for row in (rows[0], rows[1], rows[2], rows[3])] == [each.label for each in loaded.prompts]
+    assert (label_of(date(2024, 5, 1)), label_of([date(2024, 5, 1)])) == ("2024-05-01", '["2024-05-01"]')
 
 
 def test_without_a_label_key_labels_are_empty(tmp_path: Path) -> None:

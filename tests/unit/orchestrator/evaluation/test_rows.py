@@ -73,6 +73,7 @@ def test_rows_of_one_prompt_and_label_have_one_key() -> None:
         (rb'{"prompt": "\ud800"}', "prompt: holds half of a surrogate pair"),
         (rb'{"prompt": "p", "response": "a \udfff"}', "response: holds half of a surrogate pair"),
         (rb'{"prompt": "p", "label": "\ud800"}', "label: holds half of a surrogate pair"),
+        (rb'{"prompt": "p", "label": ["\ud800"]}', "label: holds half of a surrogate pair"),
         (b'{"prompt": "p", "response": 1}', "response: should be text, got 1"),
         (b'{"messages": [{"role": "assistant", "content": "r"}]}', "messages: the last should be a response"),
     ],
