@@ -172,7 +172,8 @@ class _Derivation:
 
     @property
     def _reward_model(self) -> str | None:
-        return None if self._target else self._scorer.get("model")
+        # Another kind's `model`, such as a judge's, is a name at its endpoint.
+        return None if self._target or self._scorer.get("kind") != "model" else self._scorer.get("model")
 
     @property
     def _critic_model(self) -> str:

@@ -110,7 +110,11 @@ def _model(place: str, field: str, pinned: Pinned) -> str:
 
 def _within(value: Any, field: str, pinned: Pinned) -> Any:
     if isinstance(value, Mapping):
-        return {key: _within(inner, f"{field}.{key}", pinned) for key, inner in value.items()}
+        # The `model` of a scorer of another kind, such as a judge, is a name at its endpoint.
+        kept = set() if value.get("kind", "model") == "model" else {"model"}
+        return {
+            key: inner if key in kept else _within(inner, f"{field}.{key}", pinned) for key, inner in value.items()
+        }
     if isinstance(value, list):
         return [_within(inner, field, pinned) for inner in value]
     is_model = isinstance(value, str) and field.rpartition(".")[2] in ("model", "tokenizer")

@@ -237,6 +237,16 @@ def test_rewards_of_every_kind(facts: dict[str, Any], tmp_path: Path) -> None:
     several = loaded(facts | weighed | {"reward": {"kind": "several", "scorers": scorers}}, tmp_path)
     assert args(several.raw, "reward")["scorer"]["scorers"] == scorers
     preflight(several)
+    # A judge's model is a name at its endpoint, even one that looks like a model of a hub.
+    judge = {"kind": "judge", "url": "https://host/v1", "model": "org/name@v1", "rubric": "Is it polite?"}
+    judged = loaded(facts | {"reward": judge}, tmp_path)
+    assert args(judged.raw, "reward")["scorer"] == judge
+    assert args(judged.raw, "critic")["model"] == facts["model"]
+    assert judged.orchestrator.algorithm.normalise_scores is True
+    preflight(judged)
+    weighed = {"algorithm": facts["algorithm"] | {"rewards": {"polite": {"weight": 1}}}}
+    within = loaded(facts | weighed | {"reward": {"kind": "several", "scorers": {"polite": judge}}}, tmp_path)
+    assert args(within.raw, "reward")["scorer"]["scorers"] == {"polite": judge}
 
 
 def test_algorithms_start_what_they_need(facts: dict[str, Any], tmp_path: Path) -> None:
