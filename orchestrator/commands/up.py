@@ -56,9 +56,8 @@ def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[
     port = deployment.port
     if port.wants_token:
         port = replace(port, policy=local.policy_in())
-    # The head passes its environment on to Serve's proxies, which open the port.
-    os.environ.update(port.environment)
-    ray = cluster.start(say, promised=deployment.ports.values())
+    # Not set in this process, where the next file without a section `security` would take them for the user's.
+    ray = cluster.start(say, promised=deployment.ports.values(), variables=port.environment)
     cluster.check_environment(ray, port.environment)
     if port is not deployment.port:
         local.let_owner_in(deployment.ports["grpc_options.port"])

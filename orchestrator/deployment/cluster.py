@@ -142,6 +142,7 @@ def start(
     timeout_s: float = 180,
     clock: Callable[[], float] = time.monotonic,
     promised: Collection[int] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Cluster:
     """Returns the running cluster, or starts a Ray head on free ports of 127.0.0.1; one `quartet up` at a time.
 
@@ -152,6 +153,7 @@ def start(
             start several times.
         clock: returns seconds; decides whether a head that Ray gave up on is started again.
         promised: ports that the head leaves to Serve.
+        variables: further environment variables of the head, which it passes on to Serve's proxies.
 
     Raises:
         ClusterError: Ray did not come up in time; the message holds the end of its log.
@@ -169,18 +171,25 @@ def start(
             present = running(state)
             if present:
                 say(f"using the Ray head that runs at {present.address}")
-            return present or _start(say, state, timeout_s, clock, promised)
+            return present or _start(say, state, timeout_s, clock, promised, variables or {})
     except TimeoutError as error:
         raise ClusterError(f"another `quartet up` in this folder does not end: {error}") from None
 
 
-def _start(say: Say, state: Path, timeout_s: float, clock: Callable[[], float], promised: Collection[int]) -> Cluster:
+def _start(
+    say: Say,
+    state: Path,
+    timeout_s: float,
+    clock: Callable[[], float],
+    promised: Collection[int],
+    variables: Mapping[str, str],
+) -> Cluster:
     left = last(state)
     if left:
         _end(left, state)
     log, end = state.with_name(LOG), clock() + timeout_s
     while True:
-        cluster, head = _launch(say, state, log, promised)
+        cluster, head = _launch(say, state, log, promised, variables)
         try:
             _await_dashboard(cluster, head, log, max(1.0, end - clock()))
             check_closed(cluster.processes())
@@ -192,7 +201,9 @@ def _start(say: Say, state: Path, timeout_s: float, clock: Callable[[], float], 
         say("Ray gave its own processes 30 s to start, and this machine is too busy for that: starting it again")
 
 
-def _launch(say: Say, state: Path, log: Path, promised: Collection[int]) -> "tuple[Cluster, subprocess.Popen[bytes]]":
+def _launch(
+    say: Say, state: Path, log: Path, promised: Collection[int], variables: Mapping[str, str]
+) -> "tuple[Cluster, subprocess.Popen[bytes]]":
     secret = secrets.token_hex(32)
     try:
         folder = privacy.make_folder(secret)
@@ -212,7 +223,7 @@ def _launch(say: Say, state: Path, log: Path, promised: Collection[int]) -> "tup
         secret=secret,
     )
     head_record.write(state, record)
-    head = launch(ports, privacy.environment(token, folder), folder, secret, log)
+    head = launch(ports, {**variables, **privacy.environment(token, folder)}, folder, secret, log)
     started = processes.uptime_at_start(psutil.Process(head.pid))
     record = record.model_copy(update={"pid": head.pid, "created": started})
     head_record.write(state, record)

@@ -15,6 +15,7 @@ from quartet.security.port import REPLICA_HOST_VARIABLE
 LONGEST_FOLDER = 38
 """Most bytes of the path of a folder for Ray's sockets: a socket's path may have 107, of which Ray needs 69."""
 
+_PREFIX = "quartet-"
 MARKER = "head"
 """File in the folder with the secret of the head that made it."""
 
@@ -25,9 +26,16 @@ def make_folder(secret: str) -> Path:
     The folder lies in RAY_TMPDIR, or in /tmp if that is unset. A file in it holds the head's secret.
 
     Raises:
-        ValueError: the path is too long for sockets.
+        ValueError: the path is too long for sockets, or no folder can be made there.
     """
-    folder = Path(tempfile.mkdtemp(prefix="quartet-", dir=_place()))
+    place = _place()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+    except OSError as error:
+        raise ValueError(
+            f"RAY_TMPDIR: no folder can be made in {place}: {error.strerror}; it should be a folder that this user "
+            "can write to, or unset for /tmp"
+        ) from None
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
         folder.rmdir()
         raise ValueError(
@@ -40,14 +48,15 @@ def make_folder(secret: str) -> Path:
 
 def find_folder(name: str) -> Path:
     """The path at which `make_folder` made the folder of this name, if it is there still."""
-    place = _place()
-    # A process that has joined the head has that folder itself as its RAY_TMPDIR.
-    beside = place if place.name == name else place / name
+    beside = _place() / name
     return next((path for path in (beside, Path("/tmp", name)) if os.path.lexists(path)), beside)
 
 
 def _place() -> Path:
-    return Path(os.environ.get("RAY_TMPDIR") or "/tmp")
+    place = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
+    # A process that has joined a head has the head's own folder there, which is removed when the head is stopped.
+    of_head = place.name.startswith(_PREFIX) and ((place / MARKER).exists() or not place.exists())
+    return place.parent if of_head else place
 
 
 def remove_folder(folder: Path, secret: str, logs: Path) -> None:

@@ -1,7 +1,9 @@
 """`quartet up` of services without a run: it waits until the port says that they are healthy."""
 
 import asyncio
+import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from orchestrator.commands import up
 from orchestrator.deployment.file import ServicesFile, load_file
 from orchestrator.deployment.listeners import PortError
 from quartet.security.credentials import VARIABLE
+from quartet.security.port import HOST_VARIABLE, POLICY_VARIABLE
 from quartet.wire.errors import Unavailable
 
 
@@ -62,6 +65,34 @@ def test_a_port_that_is_taken_is_named_as_the_file_names_it(tmp_path: Path, monk
         with pytest.raises(PortError, match=f"^port: {port} cannot be used: .*; choose another$"):
             up.up(Path("alone.yaml"), 1, print)
     assert not (tmp_path / ".quartet").exists()
+
+
+def test_a_second_call_in_one_process_finds_nothing_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file without a section `security` would take variables of the first for a policy of the user's own."""
+
+    class Started(Exception):
+        pass
+
+    given: list[Mapping[str, str]] = []
+
+    def start(say: Any, *, promised: Any, variables: Mapping[str, str]) -> None:
+        given.append(variables)
+        raise Started
+
+    monkeypatch.chdir(tmp_path)
+    for variable in (VARIABLE, POLICY_VARIABLE, HOST_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(up.cluster, "start", start)
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump({"scorers": {"rules": "tests.scorers:count"}}))
+    before = dict(os.environ)
+    for _ in range(2):
+        with pytest.raises(Started):
+            up.up(Path("alone.yaml"), 1, print)
+    assert given[0] == given[1]
+    assert Path(given[0][POLICY_VARIABLE]).is_relative_to(tmp_path / ".quartet")
+    assert dict(os.environ) == before
 
 
 async def test_an_application_that_is_not_healthy_yet_is_waited_for(server: Any, tmp_path: Path) -> None:

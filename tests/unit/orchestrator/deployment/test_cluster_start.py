@@ -59,8 +59,10 @@ def test_a_head_that_ray_gave_up_on_is_started_again(folder: Path, monkeypatch: 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     fails(folder, 2, SLOW)
     said: list[str] = []
-    head = cluster.start(said.append)
+    variables = {"QUARTET_POLICY": "of the file"}
+    head = cluster.start(said.append, variables=variables)
     try:
+        cluster.check_environment(head, variables)
         assert (folder / "starts").read_text() == "3"
         assert [line.partition(" at ")[0] for line in said[::2]] == ["starting a Ray head"] * 3
         assert said[1] == said[3]

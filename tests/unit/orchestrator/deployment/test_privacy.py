@@ -1,6 +1,7 @@
 """Folder, token and lock of a head, and the ports that its file asks for."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from orchestrator.deployment.privacy import (
     MARKER,
     compiled_folder,
     environment,
+    find_folder,
     make_folder,
     write_token,
 )
@@ -58,6 +60,23 @@ def test_a_folder_that_is_too_long_is_refused_by_the_variable_that_sets_it(
     with pytest.raises(ValueError, match=r"^RAY_TMPDIR: .* is too long .* should have at most 21 bytes$"):
         make_folder("secret")
     assert list(long.iterdir()) == []
+
+
+def test_a_process_that_has_joined_a_head_makes_the_next_ones_folder_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, first = Path(os.environ["RAY_TMPDIR"]), make_folder("first")
+    monkeypatch.setenv("RAY_TMPDIR", str(first))
+    assert make_folder("second").parent == place
+    assert find_folder(first.name) == first
+    shutil.rmtree(first)  # as `quartet down` does
+    assert make_folder("third").parent == place
+
+
+def test_a_place_without_room_for_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"^RAY_TMPDIR: no folder can be made in .*/none: No such file or directory; "):
+        make_folder("secret")
 
 
 def test_compiled_code_is_never_taken_from_where_another_user_may_have_put_it(
