@@ -14,7 +14,8 @@ Errors are those of the commands: ConfigError for input that is wrong, ServiceEr
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Note = Callable[[str], None]
 """Takes a message for the user."""
+_LOOK_S = 1.0
+"""Seconds between two looks of a run at whether the program ends."""
 
 
 def up(file: str | Path, timeout_s: float = 600, note: Note = print) -> None:
@@ -84,7 +87,7 @@ def evaluate(
     from orchestrator.commands.evaluate import evaluate_model
 
     deployment, path = Deployment.load(Path(file)), None if output is None else Path(output)
-    return _awaited(lambda: evaluate_model(deployment, str(model), split, path, note=note))
+    return _alone(lambda: tasks.run(evaluate_model(deployment, str(model), split, path, note=note)))
 
 
 def metrics(run_dir: str | Path) -> list[dict[str, float]]:
@@ -112,7 +115,7 @@ class Training:
 
     The run begins with the first step that is asked for, and waits after each until the next is asked for; sampling
     goes on meanwhile as far as `loop.max_staleness` lets it. A run that is left before its last step may be continued
-    with `resume=True` from its last checkpoint.
+    with `resume=True` from its last checkpoint. One that is never closed is interrupted when the program ends.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class Training:
         self._paced = _Paced(note)
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[Path] | None = None
+        self._closed = False
 
     @property
     def folder(self) -> Path:
@@ -168,9 +172,11 @@ class Training:
         """Carries out the next step.
 
         Raises:
-            StopIteration: the last step is done, and the policy is saved.
+            StopIteration: the last step is done, and the policy is saved; or the run was closed.
             ConfigError, LeaseLost, ServiceError, RanksLost: as `quartet train` ends with.
         """
+        if self._closed and self._thread is None:
+            raise StopIteration
         if self._thread is None:
             # A thread with an event loop of its own: a notebook's is running already.
             self._thread = threading.Thread(target=self._run, name="quartet-training")
@@ -188,12 +194,14 @@ class Training:
     def close(self) -> None:
         """Ends the run; what it has done stays, as after a Ctrl-C. After its last step only waits until the policy is
         saved."""
-        if self._thread is not None:
-            if self._paced.finishes:
-                self._paced.allow()
-            elif self._task is not None:
-                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-            self._thread.join()
+        self._closed = True
+        if self._thread is None:
+            return
+        if self._paced.finishes:
+            self._paced.allow()
+        elif self._task is not None:
+            _call_in(self._task.get_loop(), self._task.cancel)
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +226,22 @@ class Training:
 
         self._paced.begin()
         self._task = asyncio.ensure_future(train(self._deployment, self._paced, **self._options))
-        await self._task
+        if self._closed:  # meanwhile, when there was no task to cancel
+            self._task.cancel()
+        leaving = asyncio.ensure_future(_leave_with_program(self._task))
+        try:
+            await self._task
+        finally:
+            leaving.cancel()
+
+
+async def _leave_with_program(run: "asyncio.Task[Path]") -> None:
+    """Interrupts the run when the program's main thread has ended, which then waits for the run's thread: before
+    whatever is registered for the end of the program, such as the end of Ray, without which a run cannot end in
+    order."""
+    while threading.main_thread().is_alive():
+        await asyncio.sleep(_LOOK_S)
+    run.cancel()
 
 
 class _Paced:
@@ -229,15 +252,17 @@ class _Paced:
         self.told: Queue[Step | BaseException | None] = Queue()
         """Steps, and then the error that ended the run, or None."""
         self._total = self._done = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._allowed = asyncio.Event()
 
     def begin(self) -> None:
         """Begins, in the event loop of the run."""
-        self._loop, self._allowed = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     def allow(self) -> None:
         """Lets the next step begin; called by another thread than the run's."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._allowed.set)
+        if self._loop is not None:
+            _call_in(self._loop, self._allowed.set)
 
     @property
     def finishes(self) -> bool:
@@ -265,13 +290,10 @@ class _Paced:
         """Does nothing, as nothing is shown."""
 
 
-def _awaited(begin: Callable[[], Awaitable[Result]]) -> Result:
-    """The result of a coroutine, in an event loop of its own."""
-
-    async def run() -> Result:
-        return await begin()
-
-    return _alone(lambda: tasks.run(run()))
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Has an event loop of another thread call the function, unless it has ended."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
 
 
 def _alone(work: Callable[[], Result]) -> Result:

@@ -38,7 +38,7 @@ class Pair:
     response: str
     """The response without special tokens; where an environment answered, all that followed the prompt."""
     label: str = ""
-    """The data set's label for the prompt (`data.label_key`), empty when there is none; of a label that is no text,
+    """The data set's label for the prompt (`data.label_key`), empty when there is none; of another label than a text,
     such as a list, its JSON."""
     ended: bool = True
     """The response ended with an end-of-sequence or stop token, and was not cut off by the length limit."""

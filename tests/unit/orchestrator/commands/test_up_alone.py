@@ -13,6 +13,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.commands import up
+from orchestrator.deployment import cluster
 from orchestrator.deployment.file import ServicesFile, load_file
 from orchestrator.deployment.listeners import PortError
 from quartet.security.credentials import VARIABLE
@@ -84,7 +85,7 @@ def test_a_second_call_in_one_process_finds_nothing_of_the_first(
     monkeypatch.chdir(tmp_path)
     for variable in (VARIABLE, POLICY_VARIABLE, HOST_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(up.cluster, "start", start)
+    monkeypatch.setattr(cluster, "start", start)
     (tmp_path / "alone.yaml").write_text(yaml.safe_dump({"scorers": {"rules": "tests.scorers:count"}}))
     before = dict(os.environ)
     for _ in range(2):
