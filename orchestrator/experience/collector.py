@@ -213,8 +213,8 @@ class Collector:
         if self._config.unscored.then == "end":
             raise ConfigError(
                 f"{where} (attempt {attempts}, orchestrator.unscored.retries); mend it, and go on with --resume, "
-                "after a change of the scorer with --accept-changed-services, or set orchestrator.unscored.then to "
-                "drop"
+                "after a change of the scorer with its service started again (`quartet down`, `quartet up`) and with "
+                "--accept-changed-services, or set orchestrator.unscored.then to drop"
             )
         self.note(f"{where}; dropped")
 
