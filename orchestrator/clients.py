@@ -161,7 +161,11 @@ def targets_of(config: OrchestratorConfig) -> dict[str, str]:
 def advice(file: Path | str) -> str:
     """The commands that start the services of a file, or show their state: those of Serve on a cluster of the user's
     own, and those of Quartet where `quartet up` was used."""
-    here, own = f"`quartet up {file}` starts them", f"`serve status` shows them, `serve deploy {file}` starts them"
+    here = f"`quartet up {file}` starts them"
+    own = (
+        f"`serve status` shows them, `serve deploy {file}` starts them "
+        f"(of a file of facts, what `quartet render {file}` prints)"
+    )
     if os.environ.get("RAY_ADDRESS"):
         return own
     return here if Path(".quartet").is_dir() else f"{here} on this machine; on a Ray cluster of your own {own}"

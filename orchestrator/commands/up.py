@@ -139,9 +139,11 @@ async def _training(config: OrchestratorConfig) -> str:
 def _check_place(config: Path, deployment: ServicesFile) -> None:
     """Raises ConfigError if a head may not be started here."""
     if os.environ.get("RAY_ADDRESS"):
+        # Serve knows whole files alone.
+        rendered = f"quartet render {config} > serve.yaml && serve deploy serve.yaml"
+        command = rendered if deployment.facts else f"serve deploy {config}"
         raise ConfigError(
-            f"RAY_ADDRESS is set: deploy to that cluster with `serve deploy {config}`, or "
-            "unset it to start a local Ray head"
+            f"RAY_ADDRESS is set: deploy to that cluster with `{command}`, or unset it to start a local Ray head"
         )
     check_ports(deployment.ports)
 

@@ -57,6 +57,7 @@ def test_a_node_that_loses_its_network_costs_no_sample_and_joins_again(
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(deployment(tmp_path, policy_folder, reward_folder)))
     more = "--num-cpus 4 --object-store-memory 100000000 --resources "
     exchanged = {
+        "quartet render mine.yaml >": "cat mine.yaml >",  # which is a whole file here
         "RAY_ADDRESS=auto": "RAY_ADDRESS=10.0.0.1:6379",
         "address 10.0.0.1 ": f'address 10.0.0.1 {more}\'{{"rollout": 1, "first": 1}}\' ',
         "address 10.0.0.2 ": f"address 10.0.0.2 {more}'{{\"rollout\": 1}}' ",

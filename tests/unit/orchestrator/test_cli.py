@@ -22,7 +22,8 @@ from quartet.wire.errors import NotFound, Unavailable
 from tests.gpu_requests import load
 from tests.unit.scoring import InThread, length, right
 
-HINT = "are the services up? `serve status` shows them, `serve deploy FILE` starts them"
+HINT = "are the services up? `serve status` shows them, `serve deploy FILE` starts them "
+HINT += "(of a file of facts, what `quartet render FILE` prints)"
 
 
 def test_a_number_of_samples_is_not_negative(tmp_path: Path) -> None:

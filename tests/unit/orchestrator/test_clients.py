@@ -226,7 +226,11 @@ async def test_a_target_of_its_own_where_nothing_listens_is_named_by_its_key(pol
             False,
             "`quartet up my.yaml` starts them on this machine; on a Ray cluster of your own `serve status`",
         ),
-        ("auto", True, "`serve status` shows them, `serve deploy my.yaml` starts them"),
+        (
+            "auto",
+            True,
+            "`serve status` shows them, `serve deploy my.yaml` starts them (of a file of facts, what `quartet ",
+        ),
     ],
 )
 async def test_a_port_where_nothing_listens_is_named_with_the_command_that_helps(

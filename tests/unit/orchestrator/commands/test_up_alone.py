@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.commands import up
 from orchestrator.deployment import cluster
+from orchestrator.deployment.facts.render import render
 from orchestrator.deployment.file import ServicesFile, load_file
 from orchestrator.deployment.listeners import PortError
+from quartet.config.base import ConfigError
 from quartet.security.credentials import VARIABLE
 from quartet.security.port import HOST_VARIABLE, POLICY_VARIABLE
 from quartet.wire.errors import Unavailable
@@ -52,6 +55,19 @@ async def served(server: grpc.aio.Server, health: Health, folder: Path) -> Servi
     path = folder / "alone.yaml"
     path.write_text(yaml.safe_dump({"scorers": {"rules": "tests.scorers:count"}, "port": port}))
     return load_file(path)
+
+
+def test_on_a_cluster_of_ones_own_the_command_is_that_for_the_kind_of_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    facts, whole = tmp_path / "facts.yaml", tmp_path / "whole.yaml"
+    facts.write_text(yaml.safe_dump({"scorers": {"rules": "tests.scorers:count"}}))
+    whole.write_text(render(facts))
+    rendered = f"`quartet render {facts} > serve.yaml && serve deploy serve.yaml`"
+    for path, command in ((facts, rendered), (whole, f"`serve deploy {whole}`")):
+        with pytest.raises(ConfigError, match=re.escape(f"deploy to that cluster with {command}, or unset it")):
+            up._check_place(path, load_file(path))
 
 
 def test_a_port_that_is_taken_is_named_as_the_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
