@@ -30,6 +30,7 @@ from services.rollout.openai_fields import (
 )
 from services.rollout.sample import COLDEST, HOTTEST, seed_of_turn
 from services.rollout.session_terms import Terms
+from tests.configuration import REPO
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS: dict[str, Any] = {TEXT: CompletionRequest, CHAT: ChatCompletionRequest}
@@ -387,3 +388,13 @@ NO_SESSIONS: list[Any] = [[], {}, 3, [{}] * 1025]
 def test_what_is_wrong_with_several_sessions_is_named(path: str, given: Any, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         read(json.dumps(given).encode(), path)
+
+
+def test_the_page_lists_the_fields_of_each_path() -> None:
+    text = (REPO / "docs/openai.md").read_text().partition("| request | fields |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in text.splitlines()[2:]]
+    fields = {request.strip(): set(re.findall(r"`(\w+)`", names)) for request, names in rows}
+    both = fields.pop("both kinds of `/v1/…completions`")
+    told = {path.strip("`"): names | (both if "completions" in path else set()) for path, names in fields.items()}
+    assert told.pop("its `sampling_params`".strip("`")) == SAMPLING_FIELDS
+    assert told == {path: names for path, names in FIELDS.items() if not path.startswith("/rl/")}
