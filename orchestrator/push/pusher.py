@@ -108,12 +108,14 @@ class WeightPusher:
         self._source = source
         self._group = PushGroup(source, backend, config)
         self._config = config
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Condition()
         self._pushed: PushReport | None = None
         self._count = 0
         """Number of pushes, by which the source tells them apart."""
         self._ahead = False
         """True if the source holds weights that are not pushed yet."""
+        self._pausing = False
+        """True while a push waits for a first replica."""
         self._prover = prover
         self._track = spans.on("push")
 
@@ -197,6 +199,7 @@ class WeightPusher:
         seconds = time.monotonic() - staged.began
         self._pushed = PushReport(version, tuple(members), seconds, attempt, checksum, difference)
         self._ahead = False
+        self._turn.notify_all()
         return self._pushed
 
     async def _attempts(self, staged: StagedPush) -> tuple[str, int]:
@@ -264,26 +267,31 @@ class WeightPusher:
 
     async def _let_newcomers_in(self) -> None:
         """Pauses so that `add_newcomers` can let in a first replica."""
+        self._pausing = True
+        self._turn.notify_all()
         self._turn.release()
         try:
             await asyncio.sleep(LOOK_S)
         finally:
             await self._turn.acquire()
+            self._pausing = False
 
     async def add_newcomers(
         self, applicants: Mapping[str, Applicant], deliver: Delivery, first_death: Watch = nobody_looks
     ) -> None:
-        """Brings newcomers, given by name, to the version that was pushed last.
+        """Brings newcomers, given by name, to the version that was pushed last, or is staged now.
 
         `deliver` gives each its Ticket. It gives None before the first push, while a push waits for a first replica,
         and if the backend does not reach the newcomer: then it starts with its own weights and takes part in the next
-        push. The group of the newcomers is given up at the `first_death` among them: it would wait for the dead one
-        until a deadline, and the next push with it.
+        push. Weights that are staged go to the others first, since the copy of those before is gone. The group of the
+        newcomers is given up at the `first_death` among them: it would wait for the dead one until a deadline, and
+        the next push with it.
 
         Raises:
             ServiceError: a newcomer died, or the learner could not send. The others notice that and apply again.
         """
         async with self._turn:
+            await self._turn.wait_for(lambda: self._pausing or not self._ahead)
             if self._pushed is None or self._ahead:
                 await deliver(dict.fromkeys(applicants))
                 return

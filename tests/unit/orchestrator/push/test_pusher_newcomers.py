@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from orchestrator.push.pusher import PushFailed
 from protos import rollout_pb2 as pb
 from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.registry import Applicant, Ticket
@@ -95,6 +96,56 @@ async def test_a_push_and_newcomers_take_turns(source: FakeSource) -> None:
     ticket = lobby.told["new"]
     assert ticket is not None
     assert pb.Commit.FromString(ticket.commit).policy_version == 2
+
+
+async def test_newcomers_that_come_while_weights_are_staged_get_these_after_the_delivery(source: FakeSource) -> None:
+    """Without a ticket they would go into service with the weights of their model's files."""
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet)
+    for version in (1, 2):  # the first push too, at whose beginning others still begin as they are
+        staging = asyncio.create_task(pusher.stage(version))
+        await until(lambda: pusher._turn.locked())
+        adding = asyncio.create_task(pusher.add_newcomers({f"new {version}": Applicant(1, HERE)}, lobby))
+        staged = await staging
+        await settled()
+        assert f"new {version}" not in lobby.told
+        await pusher.deliver(staged)
+        await adding
+        ticket = lobby.told[f"new {version}"]
+        assert ticket is not None
+        assert pb.Commit.FromString(ticket.commit).policy_version == version
+
+
+async def test_newcomers_are_let_in_while_a_delivery_waits_for_a_first_replica(source: FakeSource) -> None:
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet, patience_s=10)
+    await pusher.push(1)
+    staged = await pusher.stage(2)
+    adding = asyncio.create_task(pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby))
+    await settled()
+    assert lobby.told == {}
+    fleet.remove("a")
+    delivering = asyncio.create_task(pusher.deliver(staged))
+    await adding
+    assert lobby.told == {"new": None}
+    fleet.add(new=1)
+    assert (await delivering).replicas == ("new",)
+    assert fleet.versions == {"new": 2}
+
+
+async def test_newcomers_of_a_push_that_failed_wait_until_the_run_gives_it_up(source: FakeSource) -> None:
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    source.failures = [Internal("policy.send: the learner is gone")] * 3
+    with pytest.raises(PushFailed):
+        await pusher.push(2)
+    adding = asyncio.create_task(pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby))
+    await settled()
+    adding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await adding
+    assert lobby.told == {}
 
 
 async def test_a_learner_that_cannot_send_to_newcomers_costs_the_others_nothing(source: FakeSource) -> None:
