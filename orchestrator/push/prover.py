@@ -79,8 +79,8 @@ class Prover:
 
     async def prove(self, push: int, version: int, members: Collection[str], ask: Ask) -> float | None:
         """Compares at the end of a push; returns the largest mean difference of a member, as a part of the spread, or
-        None without a proof. If the learner has not scored for these members, because some came after the weights
-        were staged, the next push proves them.
+        None without a proof, which is one of all members. If the learner has not scored for these members, because
+        some came after the weights were staged, the next push proves them.
 
         Args:
             push: number of the push.
@@ -104,11 +104,10 @@ class Prover:
         if wrong := [f"{name} {said}" for name in members if (said := _wrong(reports.get(name), probe))]:
             raise PushDisproved(f"version {version}: {'; '.join(wrong)}")
         measured = [probe.measure(_scores(report, self._sequences)) for report in answers if report.ok]
-        self._settle(version, {name: _why(reports.get(name)) for name in members})
-        if not measured:
-            return None
-        self._tolerance.learn(max(measured))
-        return max(measured)
+        if measured:
+            self._tolerance.learn(max(measured))
+        complete = self._settle(version, {name: _why(reports.get(name)) for name in members})
+        return max(measured) if complete else None
 
     async def of_members(self, ask: Ask) -> Probe | None:
         """The answer expected of a newcomer between two pushes: a member's, since the learner may have trained
@@ -126,13 +125,13 @@ class Prover:
     def _asked(self) -> pb.Probe:
         return pb.Probe(sequences=pack_sequences(self._sequences))
 
-    def _settle(self, version: int, reasons: dict[str, str]) -> None:
-        """Records the members without a proof; an empty reason means that a member gave it."""
+    def _settle(self, version: int, reasons: dict[str, str]) -> bool:
+        """Records the members without a proof; an empty reason means that a member gave it. True if all did."""
         missing = {name: reason for name, reason in reasons.items() if reason}
         if not missing:
             self._proved, self._unproved, self._owed = set(reasons), 0, 0
             self._proofs += 1
-            return
+            return True
         self._owed += 1
         if self._owed >= PUSHES_WITHOUT_PROOF:
             told = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
@@ -141,6 +140,7 @@ class Prover:
                 "are busy or dead, or raise weights.timeout_s"
             )
         log.warning("version %d: no proof yet of %s", version, missing)
+        return False
 
 
 def _wrong(report: pb.WeightReport | None, probe: Probe) -> str:

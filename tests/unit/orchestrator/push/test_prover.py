@@ -164,7 +164,8 @@ async def test_a_replica_that_dies_meanwhile_costs_nothing_but_the_proof_that_it
     fleet.mute.add(("b", "probe"))
     pusher = make_pusher(fleet, prover=make_prover(source))
     for version in range(1, PUSHES_WITHOUT_PROOF):
-        await pusher.push(version)
+        assert (await pusher.push(version)).difference is None  # what the other measured is no proof of this one
+        assert not any(member.proved for member in fleet.members.values())
     with pytest.raises(PushDisproved, match=r"no proof in 3 pushes in a row: b: did not answer"):
         await pusher.push(PUSHES_WITHOUT_PROOF)
     fleet.mute.clear()
