@@ -47,7 +47,7 @@ def _apart(senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
     if "" in machines or len(machines) > 1:
         return "the learner has no shared memory with room for the weights, or is on several machines"
     apart = sorted(name for name, place in replicas.items() if place.machine not in machines)
-    return f"{_list(apart)} not on the learner's machine" if apart else ""
+    return f"{_list(apart)} not on the learner's machine, or not in its container or of its user" if apart else ""
 
 
 def _without_gpus(senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PROCESSES = Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,15 +14,17 @@ class Place:
     """One process, or one replica with all its workers."""
 
     machine: str = ""
-    """Name of the shared memory that the process sees; empty if it has none that can be used."""
+    """Name of the processes with which this one can share memory; empty if it has none that can be used."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that it computes on, one per worker; empty on CPUs."""
 
 
-def machine(shared: Path = SHARED_MEMORY, boot_id: Path = BOOT_ID) -> str:
-    """A name that is equal for two processes if they see the same shared memory; containers of one host may not."""
+def machine(shared: Path = SHARED_MEMORY, boot_id: Path = BOOT_ID, processes: Path = PROCESSES) -> str:
+    """A name that is equal for two processes if each can open the other's shared memory: they are of one user, and
+    see the same shared memory and, as it is opened through them, each other. Containers of one host may not."""
     try:
-        return f"{boot_id.read_text().strip()}:{os.stat(shared).st_dev}"
+        parts = boot_id.read_text().strip(), os.stat(shared).st_dev, os.stat(processes).st_ino, os.getuid()
+        return ":".join(map(str, parts))
     except OSError:
         return ""
 

@@ -1,5 +1,6 @@
 """The transport of weights is chosen by the places of the learner and the replicas."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,12 @@ def test_auto_takes_the_fewest_copies_to_everyone(sender: Place, replicas: list[
         ("nccl", [GPU_0], {"a": GPU_1, "b": CPU}, "b is on a CPU"),
         ("nccl", [GPU_0], {"a": GPU_0}, "the learner and a share the GPU GPU-0, which NCCL refuses"),
         ("nccl", [GPU_0], {"a": GPU_1, "b": GPU_1}, "a and b share the GPU GPU-1, which NCCL refuses"),
-        ("ipc", [CPU], {"a": CPU, "b": OTHER_CPU, "c": FAR}, "b, c are not on the learner's machine"),
+        (
+            "ipc",
+            [CPU],
+            {"a": CPU, "b": OTHER_CPU, "c": FAR},
+            "b, c are not on the learner's machine, or not in its container or of its user",
+        ),
         ("ipc", [CPU, OTHER_CPU], {"a": CPU}, "the learner has no shared memory .*, or is on several machines"),
         ("cuda-ipc", [CPU], {"a": GPU_1}, "the learner is on a CPU"),
         ("cuda-ipc", [GPU_0], {"a": GPU_0, "b": CPU}, "b is on a CPU"),
@@ -108,12 +114,21 @@ async def test_a_newcomer_that_is_not_reached_waits_for_the_push_that_reaches_it
     assert source.calls[-1] == ("add_newcomers", 2, 2)
 
 
-def test_a_machine_is_the_shared_memory_that_is_seen(tmp_path: Path) -> None:
-    boot = tmp_path / "boot_id"
+def test_a_machine_is_the_shared_memory_that_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes the same memory, processes that see each other, and one user."""
+    boot, processes, none = tmp_path / "boot_id", tmp_path / "pid", tmp_path / "none"
     boot.write_text("b\n")
-    assert machine(tmp_path, boot) == f"b:{tmp_path.stat().st_dev}"
-    assert machine(Path("/proc"), boot) != machine(tmp_path, boot)
-    assert machine(tmp_path / "none", boot) == machine(tmp_path, tmp_path / "none") == ""
+    processes.touch()
+    here = machine(tmp_path, boot, processes)
+    assert here == f"b:{tmp_path.stat().st_dev}:{processes.stat().st_ino}:{os.getuid()}"
+    assert machine(Path("/proc"), boot, processes) != here
+    assert machine(tmp_path, boot, boot) != here  # a container with processes of its own
+    assert [machine(none, boot, processes), machine(tmp_path, none, processes), machine(tmp_path, boot, none)] == [
+        ""
+    ] * 3
+    assert machine() == machine() != ""
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    assert machine(tmp_path, boot, processes) != here
     assert has_room(1, tmp_path)
     assert not has_room(1 << 60, tmp_path)
     assert not has_room(0, tmp_path / "none")
