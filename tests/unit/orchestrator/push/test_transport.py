@@ -115,7 +115,7 @@ async def test_a_newcomer_that_is_not_reached_waits_for_the_push_that_reaches_it
 
 
 def test_a_machine_is_the_shared_memory_that_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes the same memory, processes that see each other, and one user."""
+    """Same memory, processes that see each other, and one user: without one of these it cannot be opened."""
     boot, processes, none = tmp_path / "boot_id", tmp_path / "pid", tmp_path / "none"
     boot.write_text("b\n")
     processes.touch()

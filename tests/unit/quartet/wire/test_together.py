@@ -1,4 +1,4 @@
-"""Calls that are gathered: each gets its own result, whoever of the others is cancelled meanwhile."""
+"""Calls that are gathered: each gets its own result, although others are cancelled meanwhile."""
 
 import asyncio
 from collections.abc import Sequence
