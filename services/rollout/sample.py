@@ -75,9 +75,12 @@ class Sampling:
             raise InvalidArgument(
                 f"sampling.stop_token_ids: {len(message.stop_token_ids)} of them; may be {MOST_STOPS} at most"
             )
+        temperature = message.temperature if message.HasField("temperature") else 1.0
+        if temperature == np.float32(COLDEST):
+            temperature = COLDEST  # the wire's float is below it
         sampling = cls(
             max_new_tokens=message.max_new_tokens,
-            temperature=message.temperature if message.HasField("temperature") else 1.0,
+            temperature=temperature,
             top_p=message.top_p if message.HasField("top_p") else 1.0,
             top_k=message.top_k,
             min_new_tokens=message.min_new_tokens,

@@ -8,7 +8,7 @@ import pytest
 
 from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidArgument
-from services.rollout.sample import FinishReason, Sample, Sampling, from_wire
+from services.rollout.sample import COLDEST, HOTTEST, FinishReason, Sample, Sampling, from_wire
 
 
 def test_sampling_round_trips() -> None:
@@ -22,8 +22,9 @@ def test_sampling_round_trips() -> None:
         ignore_eos=True,
     )
     assert Sampling.from_wire(full.to_wire()) == full
-    greedy = Sampling(max_new_tokens=1, temperature=0.0)
-    assert Sampling.from_wire(greedy.to_wire()) == greedy
+    for temperature in (0.0, COLDEST, HOTTEST):
+        sampling = Sampling(max_new_tokens=1, temperature=temperature)
+        assert Sampling.from_wire(sampling.to_wire()) == sampling
 
 
 def test_what_is_not_said_is_off() -> None:
@@ -39,7 +40,7 @@ def test_what_is_not_said_is_off() -> None:
         ({"temperature": -0.5}, "sampling.temperature: -0.5; must be 0 (greedy) or 0.01 to 2"),
         ({"temperature": float("nan")}, "sampling.temperature: nan; must be 0 (greedy) or 0.01 to 2"),
         ({"temperature": float("inf")}, "sampling.temperature: inf; must be 0 (greedy) or 0.01 to 2"),
-        ({"temperature": 0.009}, "sampling.temperature: 0.009; must be 0 (greedy) or 0.01 to 2"),
+        ({"temperature": 0.00999}, "sampling.temperature: 0.00999; must be 0 (greedy) or 0.01 to 2"),
         ({"temperature": 2.1}, "sampling.temperature: 2.1; must be 0 (greedy) or 0.01 to 2"),
         ({"top_p": 0}, "sampling.top_p: 0; must be above 0 and at most 1"),
         ({"top_p": 1.5}, "sampling.top_p: 1.5; must be above 0 and at most 1"),
