@@ -38,7 +38,7 @@ from services.rollout.http import Door, Served
 from services.rollout.interface import check_least
 from services.rollout.metrics import Line, packed
 from services.rollout.pulse import Pulse
-from services.rollout.sample import Sampling
+from services.rollout.sample import Sampling, check_versions
 from services.rollout.session_holder import HeldSessions
 
 METRICS_S = 5.0
@@ -165,6 +165,7 @@ class Rollout(HealthMixin, HttpMixin):
 
     def _check_version(self, request: pb.GenerateRequest) -> None:
         """Versions of two timelines are not compared."""
+        check_versions(request)
         version = self._engine.version
         if request.HasField("lease"):
             self._member.at.check(request.lease.number, self._replica, "version")

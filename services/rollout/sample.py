@@ -19,6 +19,14 @@ COLDEST, HOTTEST = 0.01, 2.0
 """Lowest temperature above 0 that vLLM samples at, as it raises lower ones, and the highest that it takes."""
 
 
+def check_versions(request: pb.GenerateRequest) -> None:
+    """Raises InvalidArgument if no version can be within the request's bounds."""
+    if request.HasField("max_version") and request.min_version > request.max_version:
+        raise InvalidArgument(
+            f"min_version: {request.min_version}; must be at most max_version, {request.max_version}"
+        )
+
+
 def seed_of_turn(seed: int, turn: int) -> int:
     """Seed of a response in a conversation, from that of the first: with the same the engine would draw the same
     numbers again. `turn` counts from 0."""

@@ -9,6 +9,7 @@ from protos import rollout_pb2 as pb
 from quartet.security.identity import Caller
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidArgument, PermissionDenied
+from services.rollout.sample import check_versions
 
 _OF_A_RUN = ("purpose", "lease", "min_version", "max_version")
 """Fields that only a trainer may give."""
@@ -74,6 +75,7 @@ def terms_of(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
         stated["purpose"] = purposes[given["purpose"]]
     if of_a_run and of_a_run != ["purpose"]:
         request = pb.GenerateRequest(min_version=given.get("min_version", 0), max_version=given.get("max_version"))
+        check_versions(request)
         request.lease.CopyFrom(_lease(given.get("lease"), caller))
         stated["bounds"] = request.SerializeToString(deterministic=True)
     return stated

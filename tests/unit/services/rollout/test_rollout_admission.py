@@ -151,6 +151,9 @@ async def test_a_version_serves_all_who_ask_for_it_or_an_older_one_of_its_timeli
         await samples(rollout, ask(2, min_version=8, lease=lease), Context())
     with pytest.raises(FailedPrecondition, match=r"^max_version: 6 asked, but replica serves 7$"):
         await samples(rollout, ask(2, min_version=6, max_version=6, lease=lease), Context())
+    # Not what callers try again until another replica can.
+    with pytest.raises(InvalidArgument, match=r"^min_version: 8; must be at most max_version, 7$"):
+        await samples(rollout, ask(2, min_version=8, max_version=7, lease=lease), Context())
 
 
 async def test_a_replica_that_missed_the_return_to_a_checkpoint_serves_nothing_until_a_push(rollout: Any) -> None:

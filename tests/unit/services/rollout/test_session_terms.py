@@ -60,6 +60,7 @@ def test_only_a_trainer_s_sessions_are_kept_for_long() -> None:
         ({"purpose": "mischief"}, "purpose: should be one of training, evaluation, foreign"),
         ({"purpose": 0}, "purpose: should be one of"),
         ({"min_version": 3}, "lease: should be"),
+        ({"min_version": 6, "max_version": 5, "lease": LEASE}, "min_version: 6; must be at most max_version, 5"),
         *(({"lease": wrong}, "lease: should be") for wrong in WRONG),
         *(
             ({"lease": {"run_id": "a", "number": number}}, "lease: should be")
