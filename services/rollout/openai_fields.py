@@ -160,7 +160,7 @@ def read(body: bytes, path: str) -> dict[str, Any]:
         if name in given and not (isinstance(given[name], str) and len(given[name]) <= longest):
             raise InvalidArgument(f"{name}: should be a text of {longest} characters at most")
     if "sessions" in given:
-        _check_sessions(given["sessions"])
+        given["sessions"] = _read_sessions(given["sessions"])
     for name in ("session_ids", "remove_ids"):
         ids = given.get(name, [])
         if not (isinstance(ids, list) and len(ids) <= MOST_AT_ONCE and all(isinstance(each, str) for each in ids)):
@@ -168,19 +168,24 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     return given
 
 
-def _check_sessions(sessions: Any) -> None:
+def _read_sessions(sessions: Any) -> list[dict[str, Any]]:
+    """The sessions that a request starts together."""
     if not (isinstance(sessions, list) and 0 < len(sessions) <= MOST_AT_ONCE):
         raise InvalidArgument(f"sessions: should be a list of 1 to {MOST_AT_ONCE} objects")
-    for place, each in enumerate(sessions):
-        where = f"sessions[{place}]"
-        if not isinstance(each, dict):
-            raise InvalidArgument(f"{where}: should be an object")
-        _check_names(each, _EACH_SESSION, where)
-        task = each.get("task_id", "")
-        if not (isinstance(task, str) and len(task) <= LONGEST_TASK):
-            raise InvalidArgument(f"{where}.task_id: should be a text of {LONGEST_TASK} characters at most")
-        if "seed" in each:
-            _check_number(f"{where}.seed", each["seed"], *_INTEGERS["seed"], whole=True)
+    return [_read_session(each, f"sessions[{place}]") for place, each in enumerate(sessions)]
+
+
+def _read_session(session: Any, where: str) -> dict[str, Any]:
+    if not isinstance(session, dict):
+        raise InvalidArgument(f"{where}: should be an object")
+    given = {name: value for name, value in session.items() if value is not None}
+    _check_names(given, _EACH_SESSION, where)
+    task = given.get("task_id", "")
+    if not (isinstance(task, str) and len(task) <= LONGEST_TASK):
+        raise InvalidArgument(f"{where}.task_id: should be a text of {LONGEST_TASK} characters at most")
+    if "seed" in given:
+        _check_number(f"{where}.seed", given["seed"], *_INTEGERS["seed"], whole=True)
+    return given
 
 
 def _check_names(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:

@@ -366,6 +366,12 @@ def test_the_newer_name_of_a_longest_response_is_bounded_too() -> None:
     assert bounded == {"messages": [], "temperature": 1.0, "max_tokens": 4}
 
 
+def test_null_in_one_of_several_sessions_is_a_field_that_is_left_out() -> None:
+    body = {"sessions": [{"task_id": None, "seed": 3}, {"task_id": "b", "seed": None}, {"lease": None}]}
+    given = read(json.dumps(body).encode(), "/rl/start_session")
+    assert given == {"sessions": [{"seed": 3}, {"task_id": "b"}, {}]}
+
+
 NO_SESSIONS: list[Any] = [[], {}, 3, [{}] * 1025]
 
 
