@@ -149,5 +149,8 @@ def pack_metrics(metrics: dict[str, float]) -> bytes:
 
 
 def unpack_metrics(data: bytes) -> dict[str, float]:
-    """Unpacks what pack_metrics packed."""
-    return {str(name): float(value) for name, value in msgpack.unpackb(data).items()}
+    """Unpacks what pack_metrics packed. InvalidArgument if it is something else."""
+    try:
+        return {str(name): float(value) for name, value in msgpack.unpackb(data).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InvalidArgument("metrics: should be names and numbers as msgpack") from None

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -126,6 +127,14 @@ def test_empty_sequences_where_they_are_allowed() -> None:
 def test_metrics_round_trip() -> None:
     metrics = {"loss": 0.1, "steps": 3.0}
     assert unpack_metrics(pack_metrics(metrics)) == metrics
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x81\xa1a", msgpack.packb([1.0]), msgpack.packb({"a": "b"}), msgpack.packb({"a": None})]
+)
+def test_metrics_that_are_none(data: bytes) -> None:
+    with refused("metrics: should be names and numbers as msgpack"):
+        unpack_metrics(data)
 
 
 def test_a_ragged_column_is_cut_without_copies_and_packs_as_its_rows_do() -> None:
