@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.environments.contract import Answer, Call, Environment, Results, Turn
+from orchestrator.environments.contract import Call, Results, Turn
 from quartet.security.credentials import connect
 from services.reward.client import RewardClient
 from tests.unit.scoring import InThread, length
@@ -39,8 +39,8 @@ def test_the_learner_takes_a_step_of_supervised_fine_tuning(
 
 
 def test_an_environment_answers_with_messages() -> None:
-    names: dict[str, Any] = {"Environment": Environment, "Turn": Turn, "Answer": Answer}
-    exec(python("docs/extend.md", "class Patient"), names, names)
+    names: dict[str, Any] = {"__name__": "my_file"}
+    exec(python("docs/extend.md", "class Patient"), names)
 
     def answer(response: str) -> Any:
         turn = Turn(1, 0, 0, "What is 2 + 3?", "5", (response,), np.arange(4, dtype=np.int32), True)
