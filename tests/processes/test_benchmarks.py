@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,14 @@ def commands() -> set[str]:
 
 def test_every_benchmark_is_in_the_list() -> None:
     assert commands() - {PEER, SERVED} - PLAN == set(SMALLEST)
+
+
+def test_the_page_names_every_benchmark() -> None:
+    table = (
+        (ROOT / "docs/development.md").read_text().partition("| Name | What is measured |")[2].partition("\n\n")[0]
+    )
+    named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.partition(" | ")[0])}
+    assert named == {name.partition(".")[0] for name in commands() - {SERVED}}
 
 
 @pytest.fixture(scope="module")
