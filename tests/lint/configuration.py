@@ -82,7 +82,8 @@ null with a GPU of its own |
 as `Qwen/Qwen2.5-0.5B-Instruct@main`, and where several folders of a data set hold data `prompts` is
 ORG/NAME@REVISION/FOLDER, such as `openai/gsm8k@main/main`. A folder of that name is taken first. Before anything
 starts, the files are fetched once into Hugging Face's cache (`HF_HOME`), with progress, from huggingface.co or from
-`HF_ENDPOINT`.
+`HF_ENDPOINT`. What is private, or has a licence to accept, needs an account's token there: `hf auth login` once, or
+`HF_TOKEN` in the command's environment.
 `mine.lock` beside `mine.yaml` then holds the commit and the SHA-256 of each file; keep it with the file. Later starts
 ask for nothing that is there, compare all of it, and end with an error if a file differs: remove that file to fetch
 it again, or its entry in the lock to take what the hub has now. Only safetensors, JSON and tokenizers' texts are
