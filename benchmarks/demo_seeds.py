@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.commands.train import RUNS
+from orchestrator.commands.run_folder import RUNS
 from orchestrator.evaluation.intervals import Interval
 from orchestrator.monitoring.metrics import read_metrics
 from orchestrator.report.comparison import read_comparison

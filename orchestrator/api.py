@@ -156,14 +156,16 @@ class Training:
     @property
     def folder(self) -> Path:
         """Folder of the run's metrics, journal and evaluations."""
-        from orchestrator.commands.train import RUNS
+        from orchestrator.commands.run_folder import RUNS
 
         return RUNS / self._deployment.orchestrator.name
 
     @property
     def policy(self) -> Path:
         """Folder of the trained policy, written after the last step."""
-        return Path(self._deployment.orchestrator.save or self.folder / "policy")
+        from orchestrator.commands.run_folder import policy_folder
+
+        return policy_folder(self._deployment.orchestrator)
 
     def __iter__(self) -> Iterator[Step]:
         return self

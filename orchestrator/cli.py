@@ -191,6 +191,7 @@ def train(
     # Imported here for the same reason as in `check`.
     from orchestrator.commands import train as run
     from orchestrator.commands.beginning import how_to_resume
+    from orchestrator.commands.run_folder import policy_folder
     from orchestrator.monitoring.progress import make_progress
 
     progress = make_progress(sys.stderr)
@@ -205,8 +206,7 @@ def train(
                 accept_changed_services=accept_changed_services,
             )
         )
-    policy = deployment.orchestrator.save or folder / "policy"
-    _say(f"metrics are in {folder}, the trained policy is in {policy}")
+    _say(f"metrics are in {folder}, the trained policy is in {policy_folder(deployment.orchestrator)}")
 
 
 def _training(name: str) -> Callable[..., None]:

@@ -7,7 +7,6 @@ from typing import Protocol
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.policy.ranks import Policy
 from quartet.columns import Columns
-from quartet.config.base import ConfigError
 from quartet.ranks.group import RanksLost
 from services.critic.client import CriticClient, CriticReset
 
@@ -129,15 +128,5 @@ class CriticLearner:
         return self._config.checkpoint.timeout_s
 
     def _folder(self, checkpoint: Path) -> str:
-        """The service's name for its folder in a checkpoint, whose path is absolute.
-
-        Raises:
-            ConfigError: the checkpoint is not under the root.
-        """
-        root = Path(self._config.checkpoint.root).resolve()
-        if not checkpoint.is_relative_to(root):
-            raise ConfigError(
-                f"orchestrator.checkpoint.folder: {checkpoint} is not under orchestrator.checkpoint.root, {root}; "
-                "the critic writes nowhere else"
-            )
-        return (checkpoint / self.name).relative_to(root).as_posix()
+        """The service's name for its folder in a checkpoint, whose path is absolute and under the root."""
+        return (checkpoint / self.name).relative_to(Path(self._config.checkpoint.root).resolve()).as_posix()

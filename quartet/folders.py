@@ -54,17 +54,27 @@ def replace_model(target: Path, write: Callable[[Path], None], owner: str) -> No
         write(aside)
         (aside / MARKER).write_text(owner)
 
+    if problem := _kept(target, owner):
+        raise InvalidArgument(f"path: {problem}")
+    replace_folder(target, marked)
+
+
+def unreplaceable(target: Path, owner: str) -> str:
+    """The reason for which `replace_model` would refuse a folder; empty if it would not. Makes nothing."""
+    return _kept(target, owner) or unusable(target.resolve().parent)
+
+
+def _kept(target: Path, owner: str) -> str:
+    """The reason for which a folder is not this owner's to replace; empty if it is."""
     if (target / MARKER).is_file():
         if (found := (target / MARKER).read_text(errors="replace")) != owner:
-            raise InvalidArgument(
-                f"path: {target} holds another model ({found or 'of an unknown owner'}, and this is {owner}); name "
-                "another folder"
+            return (
+                f"{target} holds another model ({found or 'of an unknown owner'}, and this is {owner}); name another "
+                "folder"
             )
     elif target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InvalidArgument(
-            f"path: {target} exists and Quartet did not write it (it holds no {MARKER}); name another folder"
-        )
-    replace_folder(target, marked)
+        return f"{target} exists and Quartet did not write it (it holds no {MARKER}); name another folder"
+    return ""
 
 
 def make(folder: Path, named: Path | None = None) -> None:

@@ -17,7 +17,7 @@ from orchestrator.commands.checks.fitting import ends_without_token
 from orchestrator.commands.checks.preflight import environment_of, evaluation_prompts, load_judges
 from orchestrator.commands.offline import OfflineRollout
 from orchestrator.commands.patience import patience_of, reached
-from orchestrator.commands.train import RUNS
+from orchestrator.commands.run_folder import RUNS, policy_folder
 from orchestrator.config.data import EVAL
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import load_prompts
@@ -156,7 +156,7 @@ async def served(rollout: RolloutClient, config: OrchestratorConfig, alike_s: fl
     raise ConfigError(
         f"the rollout replicas serve different weights ({told}), as a replica that starts while no run trains has "
         f"those of its model. Evaluate a model's folder, such as --model "
-        f"{config.save or RUNS / config.name / 'policy'}, or go on with the run, which pushes its weights to all"
+        f"{policy_folder(config)}, or go on with the run, which pushes its weights to all"
     )
 
 

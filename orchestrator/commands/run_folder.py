@@ -14,6 +14,7 @@ from quartet.config.explain import shown
 from quartet.folders import replace_file, unusable
 from quartet.wire.run_id import new_run_id
 
+RUNS = Path("runs")
 RUN_ID = "run_id"
 """Name of the file, in a run's folder, with the run's id."""
 
@@ -43,6 +44,11 @@ def checkpoint_folder(config: OrchestratorConfig) -> Path:
     """The absolute folder of checkpoints; absolute because learners have other working directories."""
     checkpoint = config.checkpoint
     return Path(checkpoint.folder or Path(checkpoint.root) / config.name / CHECKPOINTS).resolve()
+
+
+def policy_folder(config: OrchestratorConfig) -> Path:
+    """The folder of the trained policy."""
+    return Path(config.save or RUNS / config.name / "policy")
 
 
 def run_id(run_dir: Path, *, resume: bool) -> str:

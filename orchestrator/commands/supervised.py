@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from orchestrator.commands.restarts import restarting
-from orchestrator.commands.run_folder import differences, locked
-from orchestrator.commands.train import RUNS, connected_ray, ended_like_interrupted
+from orchestrator.commands.run_folder import RUNS, differences, locked
+from orchestrator.commands.train import connected_ray, ended_like_interrupted
 from orchestrator.data.examples import Examples, evaluation_split
 from orchestrator.data.prompts import check_rows
 from orchestrator.deployment.facts.hub import Pinned
@@ -29,6 +29,7 @@ from orchestrator.supervised.registry import TRAININGS
 from orchestrator.supervised.state import ExamplesState
 from quartet.columns import Columns
 from quartet.config.base import ConfigError, read_yaml
+from quartet.folders import unreplaceable
 from quartet.models.device import default_device
 from quartet.models.distribution import end_ids
 from quartet.models.loading import load_config, load_tokenizer
@@ -198,6 +199,8 @@ async def fit(
     if training.gradient_checkpointing == "auto":
         training = training.model_copy(update={"gradient_checkpointing": default_device().type == "cuda"})
     run = Run(training.for_steps(order.steps), file.record, inputs, order, progress, run_dir, start)
+    if problem := unreplaceable(run.save_to, training.owner):
+        raise ConfigError(f"save: {problem}")
     with locked(run_dir, run.checkpoints), connect(training):
         await run.finish(overwrite=overwrite, resume=resume)
     return run.save_to

@@ -20,7 +20,7 @@ from orchestrator.commands.halted import ending_halted
 from orchestrator.commands.lease import Hold, holding
 from orchestrator.commands.patience import Patience, described, patience_of
 from orchestrator.commands.restarts import restarting
-from orchestrator.commands.run_folder import checkpoint_folder, keep_run_id, locked, run_id
+from orchestrator.commands.run_folder import RUNS, checkpoint_folder, keep_run_id, locked, policy_folder, run_id
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.deployment.cluster import running
@@ -57,8 +57,6 @@ from quartet.ranks.group import RanksLost
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted
 from services.rollout.session_client import SessionClient
-
-RUNS = Path("runs")
 
 
 @contextmanager
@@ -246,7 +244,7 @@ class Run:
                 trainer = Trainer(config, source, policy, learners, pusher, checkpoints, evaluator, record, waits)
                 newcomers = adding_newcomers(pusher, desk, services.rollout.lease, config.timeouts.lease_s)
                 async with pusher, newcomers, watching_services(services, services_now), checkpoints:
-                    save_to = Path(config.save or run_dir / "policy").resolve()
+                    save_to = policy_folder(config).resolve()
                     await trainer.run(state, save_to, resumed=checkpoint is not None)
             finally:
                 await policy.close()

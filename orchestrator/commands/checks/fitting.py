@@ -8,11 +8,13 @@ from pathlib import Path
 from orchestrator.algorithms.contract import BANDED
 from orchestrator.algorithms.registry import kinds
 from orchestrator.clients import unlike_backends
+from orchestrator.commands.run_folder import checkpoint_folder, policy_folder
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
 from quartet.config.base import ConfigError
 from quartet.config.learner import PolicyConfig
+from quartet.folders import unreplaceable
 from quartet.models.device import VISIBLE
 from quartet.models.distribution import Distribution, end_ids
 from quartet.models.loading import load_tokenizer, shape_of_causal
@@ -148,6 +150,18 @@ def _other_root(ours: str, theirs: str, name: str) -> Iterator[str]:
         yield (
             f"orchestrator.checkpoint.root: {ours}, but applications.{name}.args.root is {theirs}; the critic writes "
             "its part of each checkpoint under its root, so both must be the same folder"
+        )
+
+
+def wrong_folders(config: OrchestratorConfig) -> Iterator[str]:
+    """Folders that the run could not write: its policy's, at its end; or its critic's in a checkpoint."""
+    if problem := unreplaceable(policy_folder(config).resolve(), "policy"):
+        yield f"orchestrator.save: {problem}"
+    folder, root = checkpoint_folder(config), Path(config.checkpoint.root).resolve()
+    if config.services.critic is not None and config.checkpoint.every and not folder.is_relative_to(root):
+        yield (
+            f"orchestrator.checkpoint.folder: {folder} is not under orchestrator.checkpoint.root, {root}; the critic "
+            "writes nowhere else"
         )
 
 

@@ -21,6 +21,7 @@ from orchestrator.commands.checks.fitting import (
     rounded_ratios,
     schedules,
     wrong_backend,
+    wrong_folders,
 )
 from orchestrator.commands.checks.models import (
     POLICY_FIELD,
@@ -203,6 +204,7 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
     """Contradictions between sections of the file, and lengths that do not fit."""
     config, services = deployment.orchestrator, deployment.services
     yield from wrong_backend(deployment)
+    yield from wrong_folders(config)
     needed, sum_of = config.longest_sequence
     for name, section in services.items():
         for field, length in _longest(config, name, section):

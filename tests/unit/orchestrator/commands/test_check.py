@@ -134,6 +134,26 @@ REFUSED: list[tuple[Change, list[str]]] = [
         ],
     ),
     (
+        lambda raw, folder: (
+            (folder / "file").write_text(""),
+            raw["orchestrator"].update(
+                save=str(folder / "file"), checkpoint={"folder": str(folder / "kept"), "root": str(folder / "runs")}
+            ),
+            args(raw, "critic").update(root=str(folder / "runs")),
+        ),
+        [
+            "orchestrator.save: {folder}/file exists and Quartet did not write it ",
+            "orchestrator.checkpoint.folder: {folder}/kept is not under orchestrator.checkpoint.root, {folder}/runs;",
+        ],
+    ),
+    (
+        lambda raw, folder: (
+            (folder / "file").write_text(""),
+            raw["orchestrator"].update(save=str(folder / "file" / "policy")),
+        ),
+        ["orchestrator.save: {folder}/file is a file and should be a folder; "],
+    ),
+    (
         lambda raw, _: raw["orchestrator"].update(batch_size=1 << 20),
         ["orchestrator.batch_size: 1048576, but applications.critic.args.train_limits.max_call_rows is 65536; "],
     ),

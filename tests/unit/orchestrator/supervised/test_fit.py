@@ -74,6 +74,21 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(command: str, fields: dict[str
     assert same(weights(ended / "model"), weights(whole / "model"))
 
 
+def test_a_folder_that_could_not_take_the_model_is_refused_before_an_earlier_run_is_replaced(
+    command: str, fields: dict[str, Any], runs: Runs, tmp_path: Path
+) -> None:
+    run = runs.run(command, fields)
+    before, foreign = measured(run), tmp_path / "mine"
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept
+    foreign.mkdir()
+    (foreign / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match=r"^save: .*/mine exists and Quartet did not write it "):
+        runs.run(command, fields | {"save": str(foreign)}, overwrite=True)
+    assert measured(run) == before
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == kept
+
+
 def test_a_run_that_is_finished_is_not_trained_again(command: str, fields: dict[str, Any], runs: Runs) -> None:
     """Whatever its last step; with more passes it goes on from there."""
     fields |= {"checkpoint": {"every": 10}}
