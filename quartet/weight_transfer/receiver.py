@@ -135,20 +135,27 @@ class GroupReceiver:
             self._staged = self._segment = None
         self._staging, self._worker, self._workers = staging, joining.worker, joining.workers
         self._first, self._received = joining.rank - joining.worker, 0
-        for sender, (address, number) in enumerate(joining.senders):
-            joining_s = joining.joining_s
-            if joining_s <= 0:
-                raise RuntimeError(f"membership {joining.membership} was given up before this worker came to join it")
-            store = find_store(address, number, joining_s)
-            rank = turned(joining.rank, world_size=joining.world_size, sender=sender, senders=senders)
-            place = {"rank": rank, "world_size": joining.world_size, "membership": joining.membership}
-            self._groups.append(Group(store, wire, **place, timeout_s=joining.stall_s, joining_s=joining_s))
+        try:
+            for sender, (address, number) in enumerate(joining.senders):
+                joining_s = joining.joining_s
+                if joining_s <= 0:
+                    raise RuntimeError(
+                        f"membership {joining.membership} was given up before this worker came to join it"
+                    )
+                store = find_store(address, number, joining_s)
+                rank = turned(joining.rank, world_size=joining.world_size, sender=sender, senders=senders)
+                place = {"rank": rank, "world_size": joining.world_size, "membership": joining.membership}
+                self._groups.append(Group(store, wire, **place, timeout_s=joining.stall_s, joining_s=joining_s))
+        except BaseException:
+            self.close()  # nothing else makes this member leave the groups of the senders before
+            raise
         self._left = threading.Event()
         threading.Thread(target=_heed, args=(self._groups, self._left), name="push abandoned", daemon=True).start()
 
     def receive(self, manifest: Manifest) -> str:
         """Receives all buckets into the staging area; hashes and stages one while the next one arrives."""
-        self._expect_groups()
+        if not self._groups:
+            raise RuntimeError("no transfer group: prepare comes before transfer")
         buckets, groups, senders = self._prepared(manifest), self._groups, len(self._groups)
         writing = self._segment if self._worker == 0 else None
         only_hashed = self._segment is not None and self._worker > 0

@@ -148,6 +148,18 @@ def test_a_worker_that_comes_late_gives_up_with_the_others_and_is_free_for_the_n
     assert 0.4 < time.monotonic() - start < 30
 
 
+def test_a_worker_that_one_of_several_senders_does_not_meet_leaves_the_groups_of_the_others() -> None:
+    process_group = Answering()
+    receiver = GroupReceiver(CPU, lambda backend, host, device, stall_s: Wire(lambda *_: process_group))
+    (met, first), (_, second) = open_store(HOST, 60), open_store(HOST, 60)
+    PrefixStore("membership1", met).set("here0", b"")
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] did not come"):
+        receiver.join(Joining("gloo", [[HOST, first], [HOST, second]], 1, 2, 1, 60, time.monotonic() + 0.5))
+    assert process_group.aborts == 1
+    with pytest.raises(RuntimeError, match="no transfer group: prepare comes before transfer"):
+        receiver.receive(Manifest.of({}, bucket_bytes=1))
+
+
 def test_a_member_that_dies_after_the_roll_was_called_does_not_hold_the_others_up() -> None:
     """The caller's thread is free at the deadline, though NCCL's first operation never ends by itself."""
     stuck = Stuck()
