@@ -178,7 +178,11 @@ class GroupReceiver:
         with ThreadPoolExecutor(senders, "stage") as stagers, ThreadPoolExecutor(senders, "push") as lines:
             if writing is not None:
                 writing.begin()
-            parts = self._all_or_close([lines.submit(line, sender) for sender in range(senders)])
+            try:
+                parts = [coming.result() for coming in [lines.submit(line, sender) for sender in range(senders)]]
+            except BaseException:
+                self.close()  # so that no thread keeps waiting for a bucket
+                raise
             received = checksum({number: coming.result() for part in parts for number, coming in part.items()})
             if writing is not None:
                 writing.end()
@@ -246,21 +250,6 @@ class GroupReceiver:
                 raise RuntimeError("the first worker of this replica has not received all weights")
         for number, bucket in enumerate(self._staged.ranges):
             yield bucket, self._staged[number]
-
-    def _expect_groups(self) -> None:
-        if not self._groups:
-            raise RuntimeError("no transfer group: prepare comes before transfer")
-
-    def _or_close(self, coming: Future[Any]) -> Any:
-        """The result; on failure every group is closed, so that no thread keeps waiting for a bucket."""
-        try:
-            return coming.result()
-        except BaseException:
-            self.close()
-            raise
-
-    def _all_or_close(self, lines: list[Future[Any]]) -> list[Any]:
-        return [self._or_close(line) for line in lines]
 
     def check(self) -> None:
         """Raises RuntimeError if the first of several workers has received other weights since `buckets`."""
