@@ -7,7 +7,7 @@ weights before they are verified, and have no deadlines.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -70,13 +70,12 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
 
     def init_transfer_engine(self, init_info: JoiningInfo) -> None:
         """Joins the members of a new group, leaving the one before."""
-        self.shutdown()
         if self._receiver is None or init_info.backend != self._backend:
+            self.shutdown()
             self._receiver, self._backend = make_receiver(init_info.backend, self.device), init_info.backend
-        fields = {name: getattr(init_info, name) for name in Joining.__dataclass_fields__}
         own = self.parallel_config
-        place = {"rank": init_info.rank + own.rank, "worker": own.rank, "workers": own.world_size}
-        self._receiver.join(Joining(**fields | place))
+        rank = init_info.rank + own.rank
+        self._receiver.join(replace(init_info, rank=rank, worker=own.rank, workers=own.world_size))
 
     def start_weight_update(self) -> None:
         """Does nothing: the model stays as it is until the finish."""

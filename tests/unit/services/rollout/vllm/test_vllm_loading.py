@@ -265,8 +265,10 @@ def test_a_worker_takes_the_place_of_its_rank_and_keeps_its_receiver_from_member
     worker = Worker()
     engine = worker.weight_transfer_engine
     joined: list[JoiningInfo] = []
-    engine.parallel_config.rank = 2
+    left: list[None] = []
+    engine.parallel_config.rank, engine.parallel_config.world_size = 2, 4
     worker.receiver.join = joined.append  # type: ignore[assignment, method-assign]
+    worker.receiver.close = lambda: left.append(None)  # type: ignore[method-assign]
     info: dict[str, Any] = {
         "backend": "gloo",
         "senders": [["h", 1]],
@@ -277,10 +279,13 @@ def test_a_worker_takes_the_place_of_its_rank_and_keeps_its_receiver_from_member
     }
     for _ in range(2):
         engine.init_transfer_engine(JoiningInfo(**info))
-    assert [(joining.rank, joining.membership) for joining in joined] == [(5, 4)] * 2
+    given = [(joining.rank, joining.worker, joining.workers, joining.membership) for joining in joined]
+    assert given == [(5, 2, 4, 4)] * 2
     assert engine._receiver is worker.receiver
+    assert not left  # to join leaves the group before, in the time that there is for it
     engine.init_transfer_engine(JoiningInfo(**info | {"backend": "ipc", "senders": [["h", 7]]}))
     assert engine._receiver is not worker.receiver
+    assert len(left) == 1
     assert worker.gpu() == ""
 
 
