@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -213,13 +214,7 @@ class VLLMEngine:
     @_while_it_lives
     async def receive(self, manifest: Manifest) -> str:
         """Receives the weights; returns their checksum."""
-        info: dict[str, Any] = {
-            "names": list(manifest.names),
-            "dtypes": list(manifest.dtypes),
-            "shapes": [list(shape) for shape in manifest.shapes],
-            "bucket_bytes": manifest.bucket_bytes,
-        }
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(manifest)))
         checksums = set(await self.llm.collective_rpc("weights_checksum"))
         if len(checksums) != 1:
             raise Unavailable(f"the engine's workers received different bytes: {sorted(checksums)}")

@@ -35,11 +35,11 @@ class JoiningInfo(Joining, WeightTransferInitInfo):
 
 @dataclass
 class PackedUpdateInfo(WeightTransferUpdateInfo):
-    """The fields of a Manifest as plain lists."""
+    """The fields of a Manifest."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
     bucket_bytes: int
 
 
