@@ -45,8 +45,8 @@ class WeightSending:
         senders: int = 1,
         on_gpu: bool = False,
     ) -> tuple[str, int]:
-        """Makes the backend's sender on first use, on a sending rank; returns the address and the port at which the
-        next group meets. `host` is that address; None: Ray's address of this node."""
+        """Makes the backend's sender on first use, on a sending rank; returns the address and the port at which all
+        its groups meet. `host` is that address; None: Ray's address of this node."""
         if self._sender is not None and backend != self._backend:
             self._sender.close()
             self._sender = None  # frees its memory before the new sender allocates

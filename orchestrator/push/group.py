@@ -48,8 +48,9 @@ class PushGroup:
         backend = choose(self._asked, self._senders, {report.replica: _place(report) for report in answers})
         if backend != self.backend:
             log.info("weights travel by %s", backend)
+            meetings = await self._source.rendezvous(backend)
+            self._rendezvous = [pb.Rendezvous(address=address, port=port) for address, port in meetings]
             self.backend, self.members = backend, {}
-            await self._open()
 
     def reached(self, answers: Sequence[pb.WeightReport]) -> list[pb.WeightReport]:
         """The replicas that the chosen backend reaches; others, which have come since, take part in the next push."""
@@ -59,7 +60,7 @@ class PushGroup:
         """True if the chosen backend does not reach a replica at this place."""
         return bool(problem(self.backend, self._senders, {replica: place}))
 
-    async def meet(self, answers: Sequence[pb.WeightReport]) -> None:
+    def meet(self, answers: Sequence[pb.WeightReport]) -> None:
         """Makes these replicas the members. If they are others than before, or some are not in this membership yet, a
         new one starts."""
         members = {report.replica: report.workers for report in sorted(answers, key=lambda r: r.replica)}
@@ -68,13 +69,10 @@ class PushGroup:
             # Higher than every replica's number, since replicas may still be in a membership of an earlier run.
             self.membership = self._new_membership(*(report.membership for report in answers))
             self.members, self.formed = members, False
-            await self._open()
 
-    async def newcomers(self, members: Mapping[str, int]) -> pb.Prepare:
+    def newcomers(self, members: Mapping[str, int]) -> pb.Prepare:
         """The prepare phase for newcomers, which meet the senders in a membership of their own."""
-        membership = self._new_membership()
-        await self._open()
-        return self._prepare(membership, members)
+        return self._prepare(self._new_membership(), members)
 
     def prepare(self) -> pb.Prepare:
         """The prepare phase for the members."""
@@ -87,10 +85,6 @@ class PushGroup:
     def _new_membership(self, *others: int) -> int:
         self._source.memberships = 1 + max(self._source.memberships, *others, 0)
         return self._source.memberships
-
-    async def _open(self) -> None:
-        meetings = await self._source.rendezvous(self.backend)
-        self._rendezvous = [pb.Rendezvous(address=address, port=port) for address, port in meetings]
 
     def _prepare(self, membership: int, members: Mapping[str, int]) -> pb.Prepare:
         return pb.Prepare(

@@ -237,7 +237,7 @@ class WeightPusher:
         group, replicas = self._group, self._replicas
         if not answers:  # such as after the only replica was replaced on another machine
             raise Unavailable(f"{group.backend} reaches none of the rollout replicas that answer")
-        await group.meet(answers)
+        group.meet(answers)
         members, prepare = group.members, group.prepare()
         if not group.formed:
             # The group forms only when both sides enter it at the same time.
@@ -300,7 +300,7 @@ class WeightPusher:
                 await deliver(dict.fromkeys(hindered))
             joining = {name: applicant for name, applicant in applicants.items() if name not in hindered}
             if joining:
-                prepare = await self._group.newcomers({name: its.workers for name, its in joining.items()})
+                prepare = self._group.newcomers({name: its.workers for name, its in joining.items()})
                 version, checksum = self._pushed.policy_version, self._pushed.checksum
                 proof = await self._prover.of_members(self._scores) if self._prover else None
                 ticket = _ticket(self._group, prepare, version, checksum, self._config.timeout_s, proof)

@@ -27,7 +27,8 @@ class WeightSource(Protocol):
         """The place of each sender."""
 
     async def rendezvous(self, backend: str) -> Sequence[tuple[str, int]]:
-        """Addresses and ports at which the members of the next group meet, one for each sender."""
+        """Opens a backend; returns the addresses and ports at which the members of each of its groups meet, one for
+        each sender."""
 
     async def manifest(self) -> bytes:
         """The packed manifest of the weights."""

@@ -23,8 +23,8 @@ class Sender(Protocol):
     meanwhile."""
 
     def rendezvous(self) -> int:
-        """Number by which the members of the next group find the sender: of its store, a port unless it is on
-        loopback, or of its shared memory."""
+        """Number by which the members of all groups find the sender: of its store, a port unless it is on loopback,
+        or of its shared memory."""
 
     def join(self, membership: int, world_size: int) -> None:
         """Forms a new group; returns when all members have joined, RuntimeError if they do not."""
