@@ -267,7 +267,9 @@ class Worker:
             seen, since, pause = 0, loop.time(), max(min(seconds) / _LOOKS, _LOOK_S)
             end = since + sum(seconds) + max(seconds)  # of a function that goes round and round
             while True:
-                limit = seconds[self._at(len(pairs)) or 0] + self._slack_s
+                at = self._at(len(pairs))
+                # A function that is at none works for all of them.
+                limit = (max(seconds) if at is None else seconds[at]) + self._slack_s
                 ended = self._code() is not None  # of which the socket says nothing where the function has forked
                 done, _ = await asyncio.wait({exchanged}, timeout=pause)
                 if done or ended:

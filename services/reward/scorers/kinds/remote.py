@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from quartet.security.credentials import connect
-from quartet.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError, leaves
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import LEAST_S, SCORE, Pair
 from services.reward.client import RewardClient
@@ -38,7 +38,8 @@ class Service(Protocol):
         """Asks who the scorer is. ServiceError if it does not say."""
 
     async def scored(self, pairs: Sequence[Pair], seconds: float) -> RemoteScores:
-        """The results of all pairs within so many seconds, of which each pair may take most.
+        """The results of all pairs within so many seconds, of which each pair may take most. The pairs are of one
+        form: all have messages or none has, and all have a group or none has.
 
         Raises:
             InvalidArgument: some pair is refused.
@@ -71,9 +72,8 @@ class OverGrpc:
         known["labels"] = [pair.label for pair in pairs] if any(pair.label for pair in pairs) else []
         known["columns"] = [pair.columns for pair in pairs] if any(pair.columns for pair in pairs) else []
         known["ended"] = [] if all(pair.ended for pair in pairs) else [pair.ended for pair in pairs]
-        groups = [pair.group for pair in pairs]
-        known["groups"] = groups if None not in groups else []
-        if all(pair.messages for pair in pairs):
+        known["groups"] = [pair.group for pair in pairs if pair.group is not None]
+        if pairs[0].messages:
             scores = await self._client.score_conversations([pair.messages for pair in pairs], **known)
         else:
             prompts, responses = [pair.prompt for pair in pairs], [pair.response for pair in pairs]
@@ -97,10 +97,29 @@ class Remote:
             raise ValueError(f"the scorer gives scores of the names [{', '.join(names)}]; set names to these")
 
     async def scored(self, pairs: Sequence[Pair]) -> list[Any]:
-        """The scores or outcomes of all pairs."""
-        limits = [self._options["pair_timeout_s"], *(pair.timeout_s for pair in pairs if pair.timeout_s)]
+        """The scores or outcomes of all pairs.
+
+        Pairs of several calls come together. Those that differ in form or in the time that their callers give them
+        are asked for separately, so that the result of none depends on the others.
+        """
+        rows = dict[tuple[bool, bool, float | None], dict[int, Pair]]()
+        for row, pair in enumerate(pairs):
+            rows.setdefault((bool(pair.messages), pair.group is not None, pair.timeout_s), {})[row] = pair
         try:
-            answer = await self._service.scored(pairs, 0.9 * float(min(limits)))
+            async with asyncio.TaskGroup() as group:
+                asked = {
+                    tuple(some): group.create_task(self._of_one_form([*some.values()], timeout_s))
+                    for (_, _, timeout_s), some in rows.items()
+                }
+        except ExceptionGroup as several:
+            raise leaves(several)[0] from None
+        found = {row: result for some, task in asked.items() for row, result in zip(some, task.result(), strict=True)}
+        return [found[row] for row in range(len(pairs))]
+
+    async def _of_one_form(self, pairs: Sequence[Pair], timeout_s: float | None) -> list[Any]:
+        limit = float(self._options["pair_timeout_s"])
+        try:
+            answer = await self._service.scored(pairs, 0.9 * min(limit, timeout_s or limit))
         except ServiceError as error:
             if isinstance(error, InvalidArgument) or (
                 isinstance(error, ResourceExhausted) and error.retry_after_s is None

@@ -66,9 +66,7 @@ class OverHttp:
         if self._client is None:
             self._client = self._opened()
         asked, deadline = self._client, Deadline(seconds)
-        # All of one form, as a request has to be.
-        talks, groups = all(pair.messages for pair in pairs), all(pair.group is not None for pair in pairs)
-        rows = [_pair(pair, talks=talks, group=groups) for pair in pairs]
+        rows = [*map(_pair, pairs)]
 
         async def part(some: range) -> RemoteScores:
             body = {
@@ -130,14 +128,14 @@ def _refusal(answer: Exchanged) -> ServiceError:
     return Unavailable(said) if answer.status in BUSY else InvalidReply(said)
 
 
-def _pair(pair: Pair, *, talks: bool, group: bool) -> dict[str, Any]:
+def _pair(pair: Pair) -> dict[str, Any]:
     """A pair as a request has it: as messages or as texts, with its group or without."""
     known: dict[str, Any] = {"prompt": pair.prompt, "response": pair.response}
-    if talks:
+    if pair.messages:
         known = {"prompt": [dict(each) for each in pair.messages[:-1]], "response": pair.messages[-1]["content"]}
     known |= {"label": pair.label} if pair.label else {}
     known |= {"columns": dict(pair.columns)} if pair.columns else {}
-    known |= {"group": pair.group} if group else {}
+    known |= {} if pair.group is None else {"group": pair.group}
     return known | ({} if pair.ended else {"ended": False})
 
 

@@ -1,6 +1,7 @@
 """A scorer of another reward service: a small gRPC server on loopback in its place."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,6 +36,8 @@ class Service(RewardServicer):
         self.asked.append(request)
         responses = [*request.texts.responses]
         responses += [json.loads(each)[-1]["content"] for each in request.conversations.messages]
+        if "slow" in responses and context.time_remaining() < 5:
+            time.sleep(context.time_remaining() + 0.2)
         if "wrong" in responses:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "texts[0]: has no tokens")
         if "gone" in responses:
@@ -84,6 +87,25 @@ def test_pairs_are_scored_there_with_all_that_is_known_of_them(service: tuple[Se
     assert not served.asked[-1].ended
     ask(made, Pair("Why?", "so", timeout_s=2.0))
     assert served.asked[-1].pair_timeout_s == pytest.approx(0.8 * 0.9 * 2.0)
+
+
+def test_a_pairs_result_does_not_depend_on_those_of_other_calls(service: tuple[Service, str]) -> None:
+    served, target = service
+    talk = ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "so it is"})
+    pairs = [
+        Pair("Why?", "slow", timeout_s=1.0),
+        Pair("Why?", "so it is", messages=talk, group=7),
+        Pair("Who?", "she", group=8),
+        Pair("Who?", "slow"),
+        Pair("Who?", "he", group=8),
+    ]
+    call = ask(remote(target, workers=1), *pairs)
+    assert call.told == ["TIMEOUT", 8.0, 3.0, 4.0, 2.0]
+    told = {  # a set, as the client asks again where an answer takes long
+        (*each.texts.responses, *np.frombuffer(each.groups, np.int64).tolist(), round(each.pair_timeout_s, 2))
+        for each in served.asked
+    }
+    assert told == {(7, 14.4), ("she", "he", 8, 8, 14.4), ("slow", 0.72), ("slow", 14.4)}
 
 
 def test_a_pair_that_is_refused_there_costs_no_other_its_score(service: tuple[Service, str]) -> None:

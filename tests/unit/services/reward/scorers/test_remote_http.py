@@ -243,6 +243,29 @@ async def test_a_pair_that_is_refused_costs_no_other_its_score(stranger: Strange
     assert len(stranger.asked) == 2  # no more than 512 pairs in one
 
 
+async def test_pairs_of_several_forms_are_several_requests_of_which_each_has_its_time(stranger: Stranger) -> None:
+    made = await asyncio.to_thread(remote, stranger.url)
+    told = list[Any]()
+
+    def lengths(handler: BaseHTTPRequestHandler, asked: Any) -> None:
+        told.append([(type(each["prompt"]), each.get("group")) for each in asked["pairs"]])
+        if "late" in [each["response"] for each in asked["pairs"]]:
+            stranger.end.wait(2.0)
+        results = [SCORED | {"scores": {"score": len(each["response"])}} for each in asked["pairs"]]
+        say(handler, 200, json.dumps(ALL | {"results": results}).encode())
+
+    stranger.answer = lengths
+    talk = ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "abc"})
+    pairs = [
+        Pair("", "a", group=7, timeout_s=0.5),
+        Pair("Why?", "abc", messages=talk, group=7),
+        Pair("", "late"),
+        Pair("", ""),
+    ]
+    assert (await ask(made, *pairs)).told == [1.0, 3.0, 4.0, 0.0]
+    assert sorted(told, key=str) == [[(list, 7)], [(str, 7)], [(str, None)] * 2]
+
+
 async def test_a_busy_service_is_asked_again_with_the_key(
     stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
