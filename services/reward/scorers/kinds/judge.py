@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import regex
 
-from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.backoff import Deadline
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.scorers.kinds.answers import Given, text
-from services.reward.scorers.kinds.exchange import BUSY, Exchanged, TooLongError, client, exchange
+from services.reward.scorers.kinds.exchange import Exchanged, TooLongError, client, exchange
 
 _MOST_BYTES = 1 << 20
 """Most bytes of an answer."""
@@ -23,10 +23,9 @@ _PLACE = re.compile(r"\{(\w+)\}")
 class _UnansweredError(Exception):
     """The endpoint gave no answer; why."""
 
-    def __init__(self, why: str, outcome: Outcome = Outcome.FAILED, after_s: float | None = None) -> None:
+    def __init__(self, why: str, outcome: Outcome = Outcome.FAILED) -> None:
         super().__init__(why)
         self.outcome = outcome
-        self.after_s = after_s
 
 
 class Judge:
@@ -85,28 +84,18 @@ class Judge:
         return float(self._options["unparseable"])
 
     async def _answer(self, messages: Sequence[Mapping[str, str]], deadline: Deadline) -> str:
-        """The judge's answer. Asks again, after growing pauses, until the deadline."""
-        backoff = Backoff(deadline)
+        """The judge's answer."""
         body = {"model": self._options["model"], "messages": messages, "max_tokens": self._options["max_tokens"]}
-        while True:
-            try:
-                return await self._once(body | self._options["extra"], deadline)
-            except httpx.TimeoutException:
-                raise _UnansweredError(f"no answer within {self._seconds:g} s", Outcome.TIMEOUT) from None
-            except httpx.HTTPError as error:
-                failed = _UnansweredError(f"the endpoint cannot be reached: {type(error).__name__}")
-                await backoff.wait(failed)
-            except _UnansweredError as error:
-                if error.after_s is None:
-                    raise
-                await backoff.wait(error, error.after_s)
-
-    async def _once(self, body: Mapping[str, Any], deadline: Deadline) -> str:
+        body |= self._options["extra"]
         url = self._options["url"].rstrip("/") + "/chat/completions"
         if self._client is None:
             self._client = client(url, os.environ[self._options["api_key"]] if self._options["api_key"] else "")
         try:
             return _content(await exchange(self._client, "POST", url, body, deadline, _MOST_BYTES))
+        except httpx.TimeoutException:
+            raise _UnansweredError(f"no answer within {self._seconds:g} s", Outcome.TIMEOUT) from None
+        except httpx.HTTPError as error:
+            raise _UnansweredError(f"the endpoint cannot be reached: {type(error).__name__}") from None
         except TooLongError as error:
             raise _UnansweredError(f"the answer {error}") from None
 
@@ -115,8 +104,6 @@ def _content(answer: Exchanged) -> str:
     """The text of the judge's message."""
     status, content = answer.status, answer.content
     filtered = b"content_filter" in content or b"content_policy" in content
-    if status in BUSY:
-        raise _UnansweredError(f"the endpoint answered with status {status}", after_s=answer.pause_s)
     if status != 200:
         outcome = Outcome.REFUSED if filtered and status < 500 else Outcome.FAILED
         raise _UnansweredError(f"the endpoint answered with status {status}", outcome)

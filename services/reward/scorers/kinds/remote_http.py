@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.backoff import Deadline
 from quartet.wire.errors import (
     DeadlineExceeded,
+    FailedPrecondition,
     InvalidArgument,
     InvalidReply,
     NotFound,
@@ -32,6 +33,7 @@ _MOST_BYTES = 1 << 20
 _MOST_PAIR_BYTES = 1 << 14
 """Most bytes of an answer, and for each pair more."""
 _MOST_REASON = 500
+_BUSY = BUSY - {409}  # which a service gives whose function is defective
 _KINDS = {outcome_name: outcome for outcome, outcome_name in OUTCOMES.items()}
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -93,24 +95,18 @@ class OverHttp:
         deadline: Deadline,
         most: int,
     ) -> bytes:
-        """The body of an answer that is one. Asks again, after growing pauses, where that may help."""
-        backoff = Backoff(deadline)
-        while True:
-            try:
-                answer = await exchange(asked, method, self._url + path, body, deadline, most)
-            except httpx.TimeoutException:
-                raise DeadlineExceeded("no answer in time") from None
-            except httpx.HTTPError as error:
-                await backoff.wait(Unavailable(f"cannot be reached: {type(error).__name__}"))
-            except TooLongError as error:
-                raise InvalidReply(f"the answer {error}") from None
-            else:
-                if answer.status == 200:
-                    return answer.content
-                refusal = _refusal(answer)
-                if answer.status not in BUSY:
-                    raise refusal
-                await backoff.wait(refusal, answer.pause_s)
+        """The body of an answer that is one."""
+        try:
+            answer = await exchange(asked, method, self._url + path, body, deadline, most, busy=_BUSY)
+        except httpx.TimeoutException:
+            raise DeadlineExceeded("no answer in time") from None
+        except httpx.HTTPError as error:
+            raise Unavailable(f"cannot be reached: {type(error).__name__}") from None
+        except TooLongError as error:
+            raise InvalidReply(f"the answer {error}") from None
+        if answer.status != 200:
+            raise _refusal(answer)
+        return answer.content
 
 
 def _refusal(answer: Exchanged) -> ServiceError:
@@ -125,7 +121,9 @@ def _refusal(answer: Exchanged) -> ServiceError:
             return Unauthenticated(said)
         case 404:
             return NotFound(said)
-    return Unavailable(said) if answer.status in BUSY else InvalidReply(said)
+        case 409:
+            return FailedPrecondition(said)
+    return Unavailable(said) if answer.status in _BUSY else InvalidReply(said)
 
 
 def _pair(pair: Pair) -> dict[str, Any]:

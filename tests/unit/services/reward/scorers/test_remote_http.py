@@ -282,6 +282,14 @@ async def test_a_busy_service_is_asked_again_with_the_key(
     assert stranger.asked.count("/reward/v1/rewards") == 2
 
 
+async def test_a_service_whose_function_is_defective_is_asked_once(stranger: Stranger) -> None:
+    made = await asyncio.to_thread(remote, stranger.url, pair_timeout_s=5.0)
+    stranger.answer = told({}, 409)
+    call = await ask(made, Pair("", "a"))
+    assert (call.told, call.reason(0)) == (["FAILED"], f"{stranger.url}: FailedPrecondition")
+    assert stranger.asked.count("/reward/v1/rewards") == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
