@@ -328,7 +328,7 @@ class JudgeScorerConfig(_Kind):
     highest: float = 10.0
     """Largest score; a number above counts as none."""
     unparseable: Literal["fail"] | float = "fail"
-    """Worth of an answer without a score: the outcome FAILED, or this number."""
+    """Worth of an answer without a score: the outcome FAILED, or this number, with `against` in either order."""
     against: str = ""
     """Compare the response with this column, or the `label`: the judge is asked twice, with the positions swapped. It
     gives `highest` where the first is better and `lowest` where the second is, and the score is the mean of both

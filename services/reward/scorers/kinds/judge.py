@@ -46,13 +46,13 @@ class Judge:
             other = pair.label if self._options["against"] == "label" else pair.columns.get(self._options["against"])
             if not other:
                 return Unscored(Outcome.NOT_APPLICABLE, f"it has no {self._options['against']} to be compared with")
-            orders = [(pair.last, text(other)), (text(other), pair.last)]
-            asked = [self._asked(pair, {"first": first, "second": second}) for first, second in orders]
-            first, second = [self._read(await self._answer(each, deadline)) for each in asked]
-            for one in (first, second):
-                if isinstance(one, Unscored):
-                    return one
-            return float(first + self._options["lowest"] + self._options["highest"] - second) / 2  # type: ignore[operator]
+            total, one, two = 0.0, pair.last, text(other)
+            for first, second, swapped in ((one, two, False), (two, one, True)):
+                answer = await self._answer(self._asked(pair, {"first": first, "second": second}), deadline)
+                if isinstance(worth := self._read(answer, swapped=swapped), Unscored):
+                    return worth
+                total += worth
+            return total / 2
         except _UnansweredError as error:
             return Unscored(error.outcome, str(error))
 
@@ -70,13 +70,15 @@ class Judge:
         )
         return [{"role": "system", "content": rubric}, {"role": "user", "content": filled}]
 
-    def _read(self, answer: str) -> Given:
-        """The score in the judge's answer; by the stated rule if there is none."""
+    def _read(self, answer: str, *, swapped: bool = False) -> Given:
+        """The score in the judge's answer, which is of the other text if both were swapped; by the stated rule if
+        there is none."""
+        lowest, highest = self._options["lowest"], self._options["highest"]
         try:
             *_, last = self._score.finditer(answer, timeout=1.0)
             score = float(last[min(1, self._score.groups)])
-            if self._options["lowest"] <= score <= self._options["highest"]:
-                return score
+            if lowest <= score <= highest:
+                return float(lowest + highest - score) if swapped else score
         except (IndexError, TypeError, ValueError, TimeoutError):
             pass
         if self._options["unparseable"] == "fail":

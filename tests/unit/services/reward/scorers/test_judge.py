@@ -220,6 +220,17 @@ def test_a_comparison_is_made_in_both_orders(endpoint: Endpoint) -> None:
     assert ask(made, *pairs).told == [9.0, 1.0, "NOT_APPLICABLE"]
 
 
+def test_what_an_answer_without_a_score_is_worth_is_the_same_in_both_orders(endpoint: Endpoint) -> None:
+    """The judge gives 10 or 2 where it says a number, and that of the second order counts from the other end."""
+    made = judge(endpoint, against="label", lowest=0.0, unparseable=0.0, score=r"Score: (10)")
+    assert ask(made, Pair("", "better", "worse")).told == [(10 + 0) / 2]
+    assert ask(made, Pair("", "worse", "better")).told == [(0 + 10 - 10) / 2]
+    assert ask(made, Pair("", "do nothing", "worse")).told == [0.0]
+    endpoint.asked.clear()
+    assert ask(judge(endpoint, against="label"), Pair("", "do nothing", "worse")).told == ["FAILED"]
+    assert len(endpoint.asked) == 1
+
+
 def test_no_more_requests_than_allowed_are_under_way(endpoint: Endpoint) -> None:
     endpoint.most = 0
     assert ask(judge(endpoint, concurrency=3), *[Pair("", "do wait")] * 9).told == [7.0] * 9
