@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -120,7 +121,7 @@ class HeaderMetadata:
 def share_of_request(request: Request) -> Share:
     """The share of a request. No training step waits for one over HTTP, whatever it declares."""
     share = share_of(HeaderMetadata(request))
-    return Share(share.name, max(share.purpose, Purpose.EVALUATION))
+    return replace(share, purpose=max(share.purpose, Purpose.EVALUATION))
 
 
 def refusal(error: HttpError) -> Response:

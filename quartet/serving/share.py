@@ -1,6 +1,6 @@
 """The share of a call, which decides the queue that it joins."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quartet.security.identity import HasMetadata, caller_of
 from quartet.wire.callers import LONGEST_NAME, PURPOSE, RUN, Purpose
@@ -12,6 +12,8 @@ class Share:
 
     name: str
     purpose: Purpose
+    run: str = field(default="", compare=False)
+    """The name that the caller declares, by which runs of one identity can be told apart."""
 
 
 UNKNOWN = Share("anonymous", Purpose.FOREIGN)
@@ -27,8 +29,9 @@ def share_of(context: HasMetadata) -> Share:
     given = {key: str(value) for key, value in context.invocation_metadata() or ()}
     purpose = Purpose.parse(given.get(PURPOSE, ""))
     caller = caller_of(context)
-    if not caller.anonymous:
-        return Share(caller.name, purpose if caller.role == "trainer" else Purpose.FOREIGN)
-    name = given.get(RUN, UNKNOWN.name)[:LONGEST_NAME]
+    run = given.get(RUN, UNKNOWN.name)[:LONGEST_NAME]
     # It is written to logs, where a caller's line breaks and control characters have no place.
-    return Share(name if name.isprintable() else repr(name), purpose)
+    run = run if run.isprintable() else repr(run)
+    if not caller.anonymous:
+        return Share(caller.name, purpose if caller.role == "trainer" else Purpose.FOREIGN, run)
+    return Share(run, purpose, run)

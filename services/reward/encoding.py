@@ -1,6 +1,7 @@
 """Conversion of calls, given as ids, texts or conversations, to the inputs of scorers: pass by pass, never a whole
 call at once."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
+from quartet.serving.share import Share
 from quartet.wire.codec import Floats, Ints, check_length, pack_floats, pack_longs, unpack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.outcomes import Unscored
@@ -161,8 +163,9 @@ class Encoder:
             raise InvalidArgument("model: the scorer has no tokenizer")
         return [int(token) for token in self._tokenizer(text, add_special_tokens=special)["input_ids"]]
 
-    def call(self, received: Received) -> ScoreCall:
-        """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
+    def call(self, received: Received, share: Share) -> ScoreCall:
+        """The pairs of a request, by a caller of this share, after all checks that need no tokenizer. InvalidArgument
+        names the wrong field."""
         request = received.request
         made: Callable[[_Known, Sequence[int]], list[EncodedPair]]
         placed: Placed = _in_text
@@ -178,7 +181,7 @@ class Encoder:
             costs, made = _of_texts(request), self._from_texts
         else:
             costs, made = _of_conversations(request), self._from_conversations
-        known = _Known(request, len(costs))
+        known = _Known(request, len(costs), share)
         return ScoreCall(costs, lambda rows: made(known, rows), self._each, placed)
 
     def _from_tokens(self, trajectories: Columns, known: "_Known", rows: Sequence[int]) -> list[EncodedPair]:
@@ -349,9 +352,10 @@ def _in_text(row: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
 class _Known:
     """All that a request says of its pairs beside their texts."""
 
-    def __init__(self, request: pb.ScoreRequest, pairs: int) -> None:
-        """InvalidArgument unless there is one for each of so many pairs, or none."""
+    def __init__(self, request: pb.ScoreRequest, pairs: int, share: Share) -> None:
+        """InvalidArgument unless there is one for each of so many pairs, or none. `share` is the caller's."""
         self.request = request
+        self._share = share
         self._groups = unpack_longs(request.groups, "groups").tolist()
         given = {"labels": request.labels, "ended": request.ended, "columns": request.columns, "groups": self._groups}
         for name, values in given.items():
@@ -377,9 +381,19 @@ class _Known:
             **fields,
             label=request.labels[row] if request.labels else "",
             columns=_object(request.columns[row], f"columns[{row}]") if request.columns else {},
-            group=self._groups[row] if self._groups else None,
+            group=self._group(row),
             timeout_s=self._timeout_s,
         )
+
+    def _group(self, row: int) -> int | None:
+        """The number of the pair's group, which no pair of another caller has: a batch holds pairs of several, whose
+        own numbers may be the same."""
+        if not self._groups:
+            return None
+        share = self._share
+        whose = repr((share.name, share.run, share.purpose.name, self._groups[row]))
+        digest = hashlib.blake2b(whose.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
 
 def _of_texts(request: pb.ScoreRequest) -> NDArray[np.int32]:

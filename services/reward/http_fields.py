@@ -63,7 +63,7 @@ class GivenPair(Body):
     columns: dict[str, Any] = {}
     """All else that is known of the pair, such as other columns of the data set, for function scorers."""
     group: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    """The same number for all responses to one prompt, for scorers that compare them."""
+    """The same number for all responses to one prompt, for scorers that compare them; of no other request."""
     ended: bool | None = None
     """False: the response was cut off before its end. Left out: a text was not, and ids were not if they end in the
     tokenizer's end-of-sequence token."""

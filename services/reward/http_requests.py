@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -36,8 +37,9 @@ def of_rewards(asked: RewardsRequest) -> pb.ScoreRequest:
         made.labels.extend(pair.label for pair in pairs)
     if any(pair.columns for pair in pairs):
         made.columns.extend(json.dumps(pair.columns) for pair in pairs)
-    groups = [pair.group for pair in pairs if pair.group is not None]
-    made.groups = pack_longs(groups)
+    groups = np.asarray([pair.group for pair in pairs if pair.group is not None], np.int64)
+    # Every request may number its groups from 0 on, also where several come from one caller. The sum wraps around.
+    made.groups = pack_longs(groups + np.int64(secrets.randbits(63)))
     made.pair_timeout_s = asked.pair_timeout_s or 0.0
     return made
 

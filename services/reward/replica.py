@@ -82,7 +82,7 @@ class Reward(Doors):
         chosen(request.scorer, [self._info.name])
         received = self._received(request)
         with self._admission.admitted(share, received.rows, received.tokens, received.field):
-            call = self._encoder.call(received)
+            call = self._encoder.call(received, share)
             await self._batcher.submit(share, call)
             if call.in_parts:
                 loop = asyncio.get_running_loop()

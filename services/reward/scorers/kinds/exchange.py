@@ -53,8 +53,8 @@ async def exchange(
     *,
     busy: Collection[int] = BUSY,
 ) -> Exchanged:
-    """Sends a request with a body of JSON, if any; again, after growing pauses, where there is no answer, or one whose
-    status is of `busy`, which is given if none other has come when the deadline nears.
+    """Sends a request with a body of JSON, if any; again, after growing pauses, where none answers, or with a status
+    of `busy`. Such an answer is given only if no other one has come when the deadline nears.
 
     Raises:
         TooLongError: the answer has more than `most` bytes.

@@ -13,6 +13,7 @@ from orchestrator.data.prompts import load_prompts
 from protos import reward_pb2 as pb
 from quartet.config.base import ConfigError
 from quartet.models.loading import load_tokenizer
+from quartet.serving.share import UNKNOWN
 from services.reward.encoding import Encoder, Received
 from tests.families import FAMILIES
 from tests.models import BOS, EOS, MAX_LENGTH, WORDS
@@ -41,7 +42,7 @@ def test_a_prompt_is_tokenised_once_and_scorers_see_its_text(name: str, before: 
         assert BOS not in ids[1:]
         response = np.asarray([*tokenizer("w7 w9", add_special_tokens=False).input_ids, EOS], np.int32)
         request = pb.ScoreRequest(tokens=of([prompt.prompt_ids], [response]).pack())
-        [scored] = Encoder(tokenizer, len(WORDS), MAX_LENGTH).call(Received(request)).items([0])
+        [scored] = Encoder(tokenizer, len(WORDS), MAX_LENGTH).call(Received(request), UNKNOWN).items([0])
         assert (scored.pair.prompt.strip(), scored.pair.response) == (TEXT, "w7 w9")
 
 

@@ -43,6 +43,13 @@ def test_a_caller_without_a_name_has_none_within_a_session_either() -> None:
     assert not Caller("me", "session", "session-1").anonymous
 
 
+def test_runs_of_one_identity_wait_in_one_queue_and_have_each_its_name() -> None:
+    caller = Caller("alice", "trainer")
+    first, second = (share_of(Context(*caller.metadata, ("quartet-run", name))) for name in ("first", "second"))
+    assert first == second
+    assert (first.name, first.run, second.run) == ("alice", "first", "second")
+
+
 def test_what_only_the_proxy_may_say_is_taken_from_a_caller() -> None:
     sent = (("quartet-identity", "run-a"), ("trace", "1"), ("quartet-role", "trainer"))
     assert without_identity(sent) == (("trace", "1"),)

@@ -10,6 +10,8 @@ import pytest
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
+from quartet.serving.share import UNKNOWN, Share
+from quartet.wire.callers import Purpose
 from quartet.wire.codec import pack_longs, unpack_floats, unpack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
@@ -33,8 +35,8 @@ def by_text(prompts: list[str], responses: list[str], **fields: Any) -> pb.Score
     return pb.ScoreRequest(texts=pb.TextPairs(prompts=prompts, responses=responses), **fields)
 
 
-def decode(encoder: Encoder, request: pb.ScoreRequest) -> list[EncodedPair]:
-    call = encoder.call(Received(request))
+def decode(encoder: Encoder, request: pb.ScoreRequest, share: Share = UNKNOWN) -> list[EncodedPair]:
+    call = encoder.call(Received(request), share)
     return call.items(range(len(call.costs)))
 
 
@@ -55,7 +57,7 @@ def test_ids_and_their_text_are_the_same_pairs() -> None:
 
 def earned(request: pb.ScoreRequest, rows: dict[int, InParts]) -> list[tuple[int, int, float]]:
     """The parts in the answer to a request whose pairs have these results."""
-    call = ENCODER.call(Received(request))
+    call = ENCODER.call(Received(request), UNKNOWN)
     assert not call.in_parts
     call.put([*rows], [*rows.values()])
     assert call.in_parts
@@ -245,14 +247,33 @@ def test_all_that_is_known_of_a_pair_reaches_its_scorer() -> None:
     }
     for request in (by_text(["w5", "w6"], ["w7", "w8"], **known), by_ids(ids([5], [6]), ids([7, EOS], [8]), **known)):
         one, two = (scored.pair for scored in decode(ENCODER, request))
-        assert (one.label, one.columns, one.group) == ("a", {"task": "sums", "tests": [1, None]}, 7)
-        assert (two.label, two.columns, two.group) == ("b", {"\u00e9": "\U0001f600"}, -1)
+        assert (one.label, one.columns) == ("a", {"task": "sums", "tests": [1, None]})
+        assert (two.label, two.columns) == ("b", {"\u00e9": "\U0001f600"})
         assert one.timeout_s == two.timeout_s == 0.5
     (nothing,) = decode(ENCODER, by_text(["w5"], ["w6"]))
     assert (nothing.pair.columns, nothing.pair.group, nothing.pair.timeout_s, nothing.pair.messages) == (
         *({}, None),
         *(None, ()),
     )
+
+
+def test_a_group_has_one_number_in_all_calls_of_its_caller_and_in_no_other_callers() -> None:
+    def groups(share: Share, *numbers: int) -> list[int | None]:
+        rows = len(numbers)
+        request = by_text(["w5"] * rows, ["w6"] * rows, groups=pack_longs(numbers))
+        return [scored.pair.group for scored in decode(ENCODER, request, share)]
+
+    shares = [
+        Share(name, purpose, run)
+        for name in ("alice", "bob")
+        for purpose in (Purpose.TRAINING, Purpose.EVALUATION)
+        for run in ("first", "second")
+    ]
+    most = 2**63 - 1
+    seen = [groups(share, 0, 0, -1, most) for share in shares]
+    assert all(first == second for first, second, _, _ in seen)
+    assert len({number for each in seen for number in each}) == 3 * len(shares)
+    assert [groups(share, most, 0) for share in shares] == [[each[3], each[0]] for each in seen]
 
 
 TALK = [{"role": "system", "content": "w9"}, {"role": "user", "content": "w5 w6"}]

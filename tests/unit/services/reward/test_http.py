@@ -97,11 +97,14 @@ async def test_a_pair_without_a_score_has_null_its_outcome_and_the_reason(port: 
         assert "secret" not in result["reason"]
     assert results[0]["reason"] is None
     assert reward_door.SEEN[-1].label == "a"
-    known = [pair("w7", columns={"unit": [1]}, group=-3), pair("w8", group=4)]
-    await scored(port, "/v1/rewards", {"scorer": "length", "pairs": known, "pair_timeout_s": 2})
-    first, second = sorted(reward_door.SEEN[-2:], key=lambda each: each.response)
-    assert (dict(first.columns), first.group, first.timeout_s) == ({"unit": [1]}, -3, 2.0)
-    assert (dict(second.columns), second.group) == ({}, 4)
+    known = [pair("w7", columns={"unit": [1]}, group=-3), pair("w8", group=4), pair("w9", group=4)]
+    for _ in range(2):
+        await scored(port, "/v1/rewards", {"scorer": "length", "pairs": known, "pair_timeout_s": 2})
+    first, second, third = sorted(reward_door.SEEN[-3:], key=lambda each: each.response)
+    assert (dict(first.columns), first.timeout_s) == ({"unit": [1]}, 2.0)
+    assert (dict(second.columns), second.group) == ({}, third.group)
+    # The numbers of a request are of no other.
+    assert len({each.group for each in reward_door.SEEN[-6:]}) == 4
     cut = [pair("w7", ended=False), pair("w8 w9")]
     await scored(port, "/v1/rewards", {"scorer": "length", "pairs": cut})
     ended = {each.response: each.ended for each in reward_door.SEEN[-2:]}

@@ -50,10 +50,10 @@ async def test_the_door_scores_pairs_with_all_that_is_known_of_them(policy_folde
         assert call.told == [5.0, "FAILED", "NOT_APPLICABLE", "REFUSED", "NOT_FINITE"]
         assert call.reason(3) == "the judge declined"
         seen = next(each for each in reward_door.SEEN if each.label == "yes")
-        assert (seen.prompt, seen.response, seen.ended, dict(seen.columns), seen.group) == (
-            *("w5", "w7 w8", False),
-            *({"topic": 3}, 8),
-        )
+        assert (seen.prompt, seen.response, seen.ended, dict(seen.columns)) == ("w5", "w7 w8", False, {"topic": 3})
+        others = [each.group for each in reward_door.SEEN if each.response in ("w14", "w15", "w16", "w17")]
+        assert None not in (seen.group, *others)
+        assert seen.group not in others
         assert (await ask(made, Pair("", "w7 w8", messages=talk))).told == [5.0]
         assert [dict(each) for each in reward_door.SEEN[-1].messages] == [*talk]
         named = await asyncio.to_thread(remote, url, scorer="two", names=["long", "words"])
