@@ -460,5 +460,5 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def size_of(text: str) -> int:
-    """Upper bound of the bytes of a text, without encoding it."""
-    return len(text) if text.isascii() else 4 * len(text)
+    """Number of bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())

@@ -15,7 +15,7 @@ from quartet.wire.callers import Purpose
 from quartet.wire.codec import pack_longs, unpack_floats, unpack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
-from services.reward.encoding import Encoder, Received
+from services.reward.encoding import Encoder, Received, size_of
 from services.reward.scorers.scorer import EncodedPair, InParts
 from tests.models import BOS, EOS, PAD, UNK, make_tokenizer
 from tests.trajectories import of
@@ -274,6 +274,14 @@ def test_a_group_has_one_number_in_all_calls_of_its_caller_and_in_no_other_calle
     assert all(first == second for first, second, _, _ in seen)
     assert len({number for each in seen for number in each}) == 3 * len(shares)
     assert [groups(share, most, 0) for share in shares] == [[each[3], each[0]] for each in seen]
+
+
+def test_a_text_counts_by_its_bytes() -> None:
+    texts = {"w" * 9: 9, "é" + "w" * 8: 10, "日本": 6, "\U0001f600": 4, "": 0}
+    assert {text: size_of(text) for text in texts} == texts
+    request = by_text([*texts], [*texts])
+    assert Received(request).tokens() == 2 * sum(texts.values())
+    assert ENCODER.call(Received(request), UNKNOWN).costs.tolist() == [2 * size + 2 for size in texts.values()]
 
 
 TALK = [{"role": "system", "content": "w9"}, {"role": "user", "content": "w5 w6"}]
