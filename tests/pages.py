@@ -35,6 +35,14 @@ class Page:
             (folder / name).write_text(text)
 
 
+def told_metrics() -> re.Pattern[str]:
+    """A pattern of the metrics that docs/metrics.md tells of."""
+    rows = re.findall(r"^\| (`.+?) \| ", (REPO / "docs/metrics.md").read_text(), re.MULTILINE)
+    names = [re.escape(name) for row in rows for name in re.findall("`([^`]+)`", row)]
+    names += [f"{name}_(?:low|high)" for name in names if name.startswith("eval/")]
+    return re.compile("|".join(re.sub("<[a-z]+>", "[^/]+", name) for name in names))
+
+
 def shell(folder: Path, line: str, **environment: str) -> None:
     """Gives one command in the folder; the test fails with all that it said if it fails."""
     bin_folder = str(Path(sys.executable).parent)

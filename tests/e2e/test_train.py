@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests import plain
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, Command
 from tests.configuration import EVALUATED
+from tests.pages import told_metrics
 from tests.preloaded import program
 
 STEPS = 3
@@ -99,6 +100,8 @@ def test_every_step_is_logged_once_with_all_that_is_measured(run: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     for line in lines[1:]:
         assert line.keys() >= EVERY_STEP
+    told = told_metrics()
+    assert [name for name in {*chain(*lines)} - {"step", "time"} if not told.fullmatch(name)] == []
     for step in (0, 2, 3):  # before the first, every second, after the last
         assert lines[step].keys() >= EVALUATION
     assert not EVALUATION & lines[1].keys()
