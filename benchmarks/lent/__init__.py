@@ -4,5 +4,5 @@
     sh PART/run.sh --seconds 500               there, for each part: installs it, and goes on with the stages
     python -m benchmarks.lent report FILE      the figures beside those expected
 
-docs/gpu.md says how to use them. `run` and `report` import nothing that has to be installed.
+README.md says how to use them. `run` and `report` import nothing that has to be installed.
 """

@@ -258,4 +258,4 @@ STAGES = (
         goals=(*at_most("7B cuda-ipc", push_s=0.4), *at_most("7B ipc", push_s=1.2)),
     ),
 )
-"""All stages, in the order of what they would add to what is known (docs/gpu.md)."""
+"""All stages, in the order of what they would add to what is known (README.md)."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "benchmarks/lent/README.md")),
     *sorted(ROOT.glob("docs/*.md")),
 ]
 FOLDERS = "orchestrator|quartet|services|protos|deploy|recipes|tests|benchmarks"
