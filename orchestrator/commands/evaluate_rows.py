@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from orchestrator.evaluation.figures import (
     UNANSWERED,
     Figure,
     Measured,
+    as_text,
     figures,
     read_measured,
     read_other,
@@ -32,6 +33,7 @@ from orchestrator.evaluation.rows import Row, RowFile, dumped
 from orchestrator.monitoring.bar import Bar
 from quartet.config.base import ConfigError
 from quartet.threads import in_thread
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument
 from quartet.wire.json_object import strict_json
 
 if TYPE_CHECKING:  # of what a model's folder needs alone
@@ -41,6 +43,8 @@ SCORE_S = 600.0
 """Shortest deadline of a call of the hub, in seconds: a judge may take long for some tens of responses."""
 START_S = 1800.0
 """Longest start of a folder's engine, in seconds."""
+MOST_VALUES = 64
+"""Most different values of a column by which figures are divided."""
 PREPARED = 256
 """Prompts that are rendered and made tokens at a time, for a model's folder."""
 _FILLED = ("sample", "ended", "policy_version", UNANSWERED)
@@ -86,12 +90,10 @@ class Wanted:
         """True if a model answers the rows."""
         return self.endpoint is not None or self.model is not None
 
-    def settings(self, file: RowFile, hub: Hub, model_hash: str | None) -> dict[str, Any]:
-        """All that decides on answers and scores, by the name of its option."""
-        sampling = {
-            "--endpoint": self.endpoint,
-            "--model": self.model,
-            "files of --model": model_hash,
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Settings of a model that answers, by the names of their options."""
+        return {
             "--chat": self.chat,
             "--samples": self.samples,
             "--temperature": self.temperature,
@@ -99,9 +101,13 @@ class Wanted:
             "--seed": self.seed,
             "--field": dict(self.fields),
         }
+
+    def settings(self, file: RowFile, hub: Hub, model_hash: str | None) -> dict[str, Any]:
+        """All that decides on answers and scores, by the name of its option."""
+        model = {"--endpoint": self.endpoint, "--model": self.model, "files of --model": model_hash}
         return {
             "FILE": {"name": self.file.name, "sha256": file.hash, "rows": len(file)},
-            **(sampling if self.generates else {}),
+            **(model | self.sampling if self.generates else {}),
             **{f"--scorer {name}": scorer.written() for name, scorer in hub.scorers.items()},
         }
 
@@ -163,14 +169,17 @@ async def evaluate_rows(
         raise ConfigError(f"{wanted.file}: no such file")
     if not wanted.generates and wanted.samples != 1:
         raise ConfigError("--samples: the rows hold the responses, several to a prompt in rows of their own")
+    left_out = Wanted(wanted.file, wanted.output).sampling
+    if not wanted.generates and (given := [name for name, it in wanted.sampling.items() if it != left_out[name]]):
+        raise ConfigError(f"{', '.join(given)}: for a model that answers, and the rows hold responses; leave it out")
     if wanted.generates and (most := max(wanted.pass_at, default=0)) > wanted.samples:
         raise ConfigError(f"--pass-at {most}: needs as many --samples or more, got {wanted.samples}")
     async with AsyncExitStack() as stack:
         hub = await stack.enter_async_context(await connect())
         file = stack.enter_context(
-            await in_thread(partial(RowFile, wanted.file, partial(_check, wanted, hub)), "rows")
+            await in_thread(partial(RowFile, wanted.file, _Checked(wanted, hub).check), "rows")
         )
-        source, model_hash = await _source(wanted, file, stack)
+        source, model_hash = await _source(wanted, file)
         settings = wanted.settings(file, hub, model_hash)
         others = None
         if wanted.against is not None:
@@ -179,6 +188,8 @@ async def evaluate_rows(
         journal = stack.enter_context(Journal(wanted.output / JOURNAL, settings, overwrite=wanted.overwrite))
         keys = ((index, sample) for index in range(len(file)) for sample in range(wanted.samples))
         done = sum(is_done(journal, key) for key in keys)
+        if isinstance(source, Folder) and done < len(file) * wanted.samples:
+            await stack.enter_async_context(source.running())
         with Bar(sys.stderr, "evaluating", len(file) * wanted.samples, done) as bar:
             await ask(
                 file, wanted.samples, source, hub, journal, at_once=wanted.at_once, advance=partial(bar.advance, 1)
@@ -188,26 +199,39 @@ async def evaluate_rows(
     return results
 
 
-def _check(wanted: Wanted, hub: Hub, row: Row) -> None:
-    """Raises ConfigError unless the row has what the evaluation needs, and has room for what it adds."""
-    where = f"{wanted.file}, line {row.line}"
-    if row.response is None and not wanted.generates:
-        raise ConfigError(f"{where}: response: required, unless --endpoint or --model answers")
-    if row.response is not None and wanted.generates:
-        raise ConfigError(
-            f"{where}: response: is there already; leave out --endpoint and --model to score it, or rename the column"
-        )
-    for column in _FILLED if wanted.generates else ():
-        if column in row.values:
-            raise ConfigError(f"{where}: {column}: would be overwritten, as it is filled; rename it")
-    for column in wanted.by:
-        if column not in row.values:
-            raise ConfigError(f"{where}: {column}: required by --by; there are {', '.join(row.values)}")
-    check_free(row, hub.scorers, str(wanted.file))
+class _Checked:
+    """The rows of a file, checked one after the other."""
+
+    def __init__(self, wanted: Wanted, hub: Hub) -> None:
+        self._wanted, self._hub = wanted, hub
+        self._values: dict[str, set[str]] = {column: set() for column in wanted.by}
+
+    def check(self, row: Row) -> None:
+        """Raises ConfigError unless the row has what the evaluation needs, and has room for what it adds."""
+        wanted, where = self._wanted, f"{self._wanted.file}, line {row.line}"
+        if row.response is None and not wanted.generates:
+            raise ConfigError(f"{where}: response: required, unless --endpoint or --model answers")
+        if row.response is not None and wanted.generates:
+            raise ConfigError(
+                f"{where}: response: is there already; leave out --endpoint and --model to score it, or rename the "
+                "column"
+            )
+        for column in _FILLED if wanted.generates else ():
+            if column in row.values:
+                raise ConfigError(f"{where}: {column}: would be overwritten, as it is filled; rename it")
+        for column, values in self._values.items():
+            if column not in row.values:
+                raise ConfigError(f"{where}: {column}: required by --by; there are {', '.join(row.values)}")
+            values.add(as_text(row.values[column]))
+            if len(values) > MOST_VALUES:
+                raise ConfigError(
+                    f"{where}: --by {column}: has more than {MOST_VALUES} different values, which are the most"
+                )
+        check_free(row, self._hub.scorers, str(wanted.file))
 
 
-async def _source(wanted: Wanted, file: RowFile, stack: AsyncExitStack) -> tuple[Source | None, str | None]:
-    """The source of responses, and the hash of a folder's model."""
+async def _source(wanted: Wanted, file: RowFile) -> tuple[Source | None, str | None]:
+    """The source of responses, and the hash of a folder's model, which does not run yet."""
     if wanted.endpoint is not None:
         named = {"model": wanted.model, "temperature": wanted.temperature, "max_tokens": wanted.max_tokens}
         fields = {name: value for name, value in named.items() if value is not None} | dict(wanted.fields)
@@ -228,11 +252,7 @@ async def _source(wanted: Wanted, file: RowFile, stack: AsyncExitStack) -> tuple
 
     config = engine_config(wanted.model, wanted.fields)
     digest = await in_thread(partial(model_hash, wanted.model), "the model's hash")
-    offline = OfflineRollout(config, {})
-    source = Folder(wanted, file, offline)
-    await stack.enter_async_context(offline.running())
-    await source.start()
-    return source, digest
+    return Folder(wanted, file, OfflineRollout(config, {})), digest
 
 
 def engine_config(model: str, fields: Mapping[str, Any]) -> Any:
@@ -246,7 +266,7 @@ def engine_config(model: str, fields: Mapping[str, Any]) -> Any:
 
 
 class Folder:
-    """Responses of a model's folder, by an engine of its own."""
+    """Responses of a model's folder, by an engine of its own, while it is `running`."""
 
     def __init__(self, wanted: Wanted, file: RowFile, offline: "OfflineRollout") -> None:
         from quartet.models.loading import load_tokenizer
@@ -258,17 +278,19 @@ class Folder:
         self._sampling = Sampling(wanted.max_tokens or 512, temperature)
         self._prompts: dict[int, Any] = {}
 
-    async def start(self) -> None:
-        """Returns when the engine answers, which takes it much longer at first."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context of the engine; begins when it answers, which takes it much longer at first."""
         self._prepare(range(1))
-        asked = self._offline.generate(
-            [self._prompts[0]], replace(self._sampling, max_new_tokens=1), timeout_s=START_S
-        )
-        async for _ in asked:
-            pass
+        first = replace(self._sampling, max_new_tokens=1)
+        async with self._offline.running():
+            with suppress(InvalidArgument):  # an answer too
+                async for _ in self._offline.generate([self._prompts[0]], first, timeout_s=START_S):
+                    pass
+            yield
 
     async def respond(self, index: int, row: Row, sample: int) -> Answer:
-        """A response to the row."""
+        """A response to the row; or the reason why there is none, where the prompt is too long or the engine slow."""
         from services.rollout.sample import FinishReason
 
         if index not in self._prompts:
@@ -277,7 +299,12 @@ class Folder:
         asked = self._offline.generate(
             [self._prompts[index]], self._sampling, seeds=[seed], timeout_s=self._wanted.timeout_s
         )
-        [response] = [each async for samples in asked for each in samples]
+        try:
+            [response] = [each async for samples in asked for each in samples]
+        except InvalidArgument as error:
+            return Answer(None, problem=str(error))
+        except DeadlineExceeded as error:
+            return Answer(None, problem=str(error), may_pass=True)
         text = self._tokenizer.decode(response.response_ids, skip_special_tokens=True)
         return Answer(text, response.finish_reason is FinishReason.STOP)
 

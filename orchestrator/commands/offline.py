@@ -15,7 +15,7 @@ from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
 from quartet.models.loading import load_tokenizer
 from quartet.wire.codec import Ints
-from quartet.wire.errors import DeadlineExceeded, Internal
+from quartet.wire.errors import DeadlineExceeded, Internal, InvalidArgument
 from quartet.wire.identity import tokenizer_hash
 from services.rollout.config import RolloutConfig
 from services.rollout.offline import pack_call, pack_config, received, samples_of
@@ -98,6 +98,7 @@ class OfflineRollout:
 
         Raises:
             DeadlineExceeded: they were not there within `timeout_s`, the start of the engine included.
+            InvalidArgument: a prompt leaves no room for a response.
             Internal: the process has ended.
         """
         seeds, number = seeds or [next(self._seeds) for _ in prompts], next(self._numbers)
@@ -121,7 +122,11 @@ class OfflineRollout:
         """Gives each call its samples; returns when the process has ended."""
         with suppress(ConnectionError):
             async for answer in received(reader):
-                if (samples := self._calls.get(answer["number"])) is not None:
+                if (samples := self._calls.get(answer["number"])) is None:
+                    continue
+                if "problem" in answer:
+                    samples.set_exception(InvalidArgument(answer["problem"]))
+                else:
                     samples.set_result(samples_of(answer))
         await self._process.wait()
 

@@ -17,8 +17,6 @@ from quartet.wire.outcomes import Outcome
 
 ROWS, JOURNAL, SUMMARY = "rows.jsonl", "journal.jsonl", "summary.json"
 """Files of an evaluation's folder."""
-MOST_VALUES = 64
-"""Most different values of a column by which figures are divided."""
 UNANSWERED = "unanswered"
 """Column of a row without a response, with the reason; and, among outcomes, the name of this one."""
 
@@ -112,17 +110,12 @@ def figures(
         pass_at: the k of pass@k, for each measure.
         passes: a response passes whose score is this or more.
         against: samples of another evaluation of the same prompts by the same scorers.
-
-    Raises:
-        ConfigError: a column has more than MOST_VALUES different values.
     """
     groups: list[tuple[str, list[Measured]]] = [("", list(samples))]
     for column in by:
         parts = defaultdict[str, list[Measured]](list)
         for sample in samples:
             parts[sample.values[column]].append(sample)
-        if len(parts) > MOST_VALUES:
-            raise ConfigError(f"--by {column}: has {len(parts)} different values; {MOST_VALUES} are the most")
         groups += [(f"{column}={value}", part) for value, part in sorted(parts.items())]
     return [
         _figure(measure, name, identity, group, part, pass_at, passes, against)
@@ -192,11 +185,12 @@ def read_measured(path: Path, by: Sequence[str] = ()) -> Iterator[tuple[Measured
             for column in by:
                 if column not in row.values:
                     raise ConfigError(f"{where}: {column}: required by --by")
-            values = {column: _text(row.values[column]) for column in by}
+            values = {column: as_text(row.values[column]) for column in by}
             yield Measured(row.key, parts[0], parts[1], values), parts[2] or {}  # type: ignore[arg-type]
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A column's value as figures are named by it: a text, or the JSON of another value."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -4,8 +4,8 @@
 
 `quartet evaluate --model PATH` runs this in a separate process, so that its engine does not affect the deployed ones.
 DESCRIPTOR is that of a socket, which the process inherits. Through it come values of msgpack: the engine's
-configuration, then calls, each with a number; and the samples of each call go back with its number. The process ends
-when the other end closes the socket.
+configuration, then calls, each with a number; and the samples of each call go back with its number, or the reason why
+its prompts cannot be answered. The process ends when the other end closes the socket.
 """
 
 import asyncio
@@ -75,6 +75,10 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     async def answer(call: dict[str, Any]) -> None:
         sampling = Sampling(**call["sampling"] | {"stop_token_ids": tuple(call["sampling"]["stop_token_ids"])})
         prompts = [np.asarray(prompt, np.int32) for prompt in call["prompts"]]
+        if (longest := max(map(len, prompts))) >= engine.max_length:
+            problem = f"the prompt has {longest} tokens, and with a response the engine takes {engine.max_length}"
+            writer.write(msgpack.packb({"number": call["number"], "problem": problem}))
+            return
         asked = enumerate(zip(prompts, call["seeds"], strict=True))
         samples = await asyncio.gather(*(engine.generate(at, prompt, sampling, seed) for at, (prompt, seed) in asked))
         writer.write(msgpack.packb({"number": call["number"], "samples": [_packed(sample) for sample in samples]}))

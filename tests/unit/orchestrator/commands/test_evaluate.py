@@ -19,7 +19,7 @@ from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from protos import common_pb2, reference_pb2, reward_pb2, rollout_pb2
 from quartet.config.base import ConfigError
-from quartet.wire.errors import DeadlineExceeded, Internal, Unavailable
+from quartet.wire.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
 from quartet.wire.identity import tokenizer_hash
 from services.rollout.offline import pack_call
 from services.rollout.sample import Sampling
@@ -222,6 +222,8 @@ FOLDER = Path(__file__).parent
 
 
 class Engine:
+    max_length = 16
+
     def __init__(self):
         self.second = asyncio.Event()
 
@@ -292,6 +294,17 @@ async def test_an_offline_engine_that_fails_is_quoted(policy_folder: Path, tmp_p
             await others
         with pytest.raises(Internal):
             await generated(offline, 1)
+
+
+async def test_a_prompt_that_leaves_no_room_for_a_response_is_refused_alone(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    offline = offline_rollout(tmp_path, policy_folder)
+    long = [np.full(16, 9, np.int32)]
+    async with offline.running():
+        with pytest.raises(InvalidArgument, match=r"^the prompt has 16 tokens, and with a response"):
+            await anext(offline.generate(long, Sampling(4), timeout_s=60))
+        assert await generated(offline, 1) == [[1, 1, 5]]
 
 
 async def test_an_offline_engine_that_is_late_is_ended(policy_folder: Path, tmp_path: Path) -> None:

@@ -256,6 +256,10 @@ async def test_chats_of_others_are_paired_by_their_messages(tmp_path: Path) -> N
         ({"model": "m", "endpoint": "http://127.0.0.1:9/v1"}, "line 1: response: is there already"),
         ({"by": ["colour"]}, "line 1: colour: required by --by; there are prompt, response, source"),
         ({"samples": 2}, "--samples: the rows hold the responses"),
+        (
+            {"temperature": 0.0, "chat": True, "fields": {"top_p": 1}},
+            "--chat, --temperature, --field: for a model that answers, and the rows hold responses",
+        ),
         ({"file": Path("nothing.jsonl")}, "nothing.jsonl: no such file"),
     ],
 )
@@ -308,6 +312,15 @@ async def test_the_page_shows_scores_and_reasons_of_others_as_they_are(tmp_path:
         assert text in page
 
 
+async def test_columns_of_too_many_values_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": "p", "response": "r", "source": n} for n in range(65)))
+    service = Service({"length": length})
+    with pytest.raises(ConfigError, match="line 65: --by source: has more than 64 different values"):
+        await run(Wanted(path, tmp_path / "out", by=["source"]), service)
+    assert service.asked == []
+    assert not (tmp_path / "out").exists()
+
+
 async def test_prompts_alone_need_someone_who_answers(tmp_path: Path) -> None:
     path = write(tmp_path / "prompts.jsonl", *PROMPTS)
     with pytest.raises(ConfigError, match="line 1: response: required, unless --endpoint or --model answers"):
@@ -325,11 +338,52 @@ async def test_a_folders_engine_answers_with_its_own_tokenizer(policy_folder: Pa
     offline = OfflineRollout(config, {"PYTHONPATH": str(tmp_path)})
     with RowFile(path) as file:
         source = Folder(wanted, file, offline)
-        async with offline.running():
-            await source.start()
+        async with source.running():
             said = [await source.respond(index, file[index], sample) for index in range(2) for sample in range(2)]
     assert [answer.response for answer in said] == ["w30", "w31", "w32", "w33"]
     assert all(answer.ended for answer in said)
+
+
+async def test_a_folders_engine_may_be_late_and_prompts_too_long(policy_folder: Path, tmp_path: Path) -> None:
+    """Such a row has no response; the others have. The engine never answers the second row's seed."""
+    (tmp_path / "engine_of_rows.py").write_text(ENGINE.replace("token == 7", "seed == 31"))
+    prompts = (" ".join(["w20"] * 20), "w20", "w21")
+    path = write(tmp_path / "prompts.jsonl", *({"prompt": prompt} for prompt in prompts))
+    wanted = Wanted(path, tmp_path / "out", model=str(policy_folder), seed=30, max_tokens=2, timeout_s=1)
+    config = RolloutConfig.parse({"engine": "engine_of_rows:start", "model": str(policy_folder)}, "args")
+    with RowFile(path) as file:
+        source = Folder(wanted, file, OfflineRollout(config, {"PYTHONPATH": str(tmp_path)}))
+        async with source.running():
+            long, late, fine = [await source.respond(index, file[index], 0) for index in range(3)]
+    assert (long.response, long.may_pass) == (None, False)
+    assert "and with a response the engine takes 16" in long.problem
+    assert (late.response, late.may_pass) == (None, True)
+    assert "not done within 1 s" in late.problem
+    assert fine.response == "w32"
+
+
+async def test_a_folders_engine_is_started_where_an_answer_is_missing_alone(
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine_of_rows.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = write(tmp_path / "prompts.jsonl", {"prompt": "w20"})
+    fields = {"engine": "engine_of_rows:start"}
+    wanted = Wanted(path, tmp_path / "out", model=str(policy_folder), seed=30, max_tokens=2, fields=fields)
+    service = Service({"length": length})
+    refused = {
+        "--against: no such file": replace(wanted, against=tmp_path / "nothing"),
+        "--model, --field.kv_cache_mb: unknown": replace(wanted, fields=fields | {"kv_cache_mb": 4}),
+    }
+    for said, wrong in refused.items():
+        with pytest.raises(ConfigError, match=said):
+            await run(wrong, service)
+    assert not (tmp_path / "out").exists()
+    for _ in range(2):
+        assert (await run(wanted, service)).figures[0].scored == 1
+    with pytest.raises(ConfigError, match="--seed: was 30"):
+        await run(replace(wanted, seed=31), service)
+    assert (tmp_path / "started").read_text() == f"{policy_folder}\n"
 
 
 async def test_the_page_has_each_figure_with_its_scorer_and_no_script(tmp_path: Path) -> None:
