@@ -249,8 +249,9 @@ class RankGroup:
     async def _answered(
         self, calls: Sequence[asyncio.Future[Any]], ranks: Sequence[RankProcess], what: str, timeout_s: float
     ) -> set[asyncio.Future[Any]]:
-        """The calls that are open when all others have an answer, one has failed, or time is up. RanksLost if a
-        process is stopped: it would answer none of its calls, and nothing else notices."""
+        """The calls that are open when all others have an answer, one has failed, or time is up. RanksLost if the
+        group has ended meanwhile, or if a process is stopped: it would answer none of its calls, and nothing else
+        notices."""
         clock = asyncio.get_running_loop().time
         end, looks = clock() + timeout_s, [0] * len(ranks)
         while True:
@@ -258,6 +259,8 @@ class RankGroup:
             done, waiting = await asyncio.wait(calls, timeout=min(left, LOOK_S), return_when=asyncio.FIRST_EXCEPTION)
             if not waiting or left <= LOOK_S or any(call.cancelled() or call.exception() for call in done):
                 return waiting
+            if self._lost:  # beside this call, which may never be answered now
+                raise RanksLost(self._lost)
             looks = [seen + 1 if rank.stopped else 0 for seen, rank in zip(looks, ranks, strict=True)]
             if max(looks) >= STOPPED_LOOKS:
                 rank, count = looks.index(max(looks)), len(self._ranks)

@@ -219,7 +219,8 @@ class CriticModel:
                 metrics = await self._ask(CriticTrainer.train, *shared, **schedule)
                 self._expect_past(past, moment)  # lost as the answer came: new ranks do not hold this step
             except BaseException:
-                self._at = Moment()  # half a step belongs to no run's past
+                if past == self._pasts:
+                    self._at = Moment()  # half a step belongs to no run's past
                 raise
             self._at = moment
         return metrics
@@ -311,7 +312,9 @@ class CriticModel:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Context of a call of the ranks. Unavailable if they are lost, in whose place others start then."""
+        """Context of a call of the ranks. Unavailable if they are lost, in whose place others start then, unless
+        others have it already."""
+        ranks = self._ranks
         try:
             yield
         except RanksLost as error:
@@ -319,6 +322,8 @@ class CriticModel:
                 fate = "its replica will be replaced"
             elif self._restoring.locked() and self._renewing is None:
                 fate = "a checkpoint is being restored"
+            elif ranks is not self._ranks:
+                fate = "others are in their place"
             else:
                 fate = STARTS_OTHERS
                 if self._renewing is None:

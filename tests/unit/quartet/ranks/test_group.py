@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quartet.ranks.group import RankDied, RankGroup, RanksLost
+from quartet.ranks.group import LOOK_S, RankDied, RankGroup, RanksLost
 from quartet.wire.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from tests.unit.fake_ranks import NEVER, FakeRank
 from tests.unit.virtual_time import in_virtual_time
@@ -174,6 +174,17 @@ async def test_a_deadline_beside_a_call_in_which_the_group_ended_is_its_end() ->
         await ours.call(Trainer.train, 0.02)
     with pytest.raises(RanksLost, match=r"policy.send"):
         await beside
+
+
+@in_virtual_time
+async def test_a_call_whose_group_is_stopped_beside_it_does_not_wait_for_its_answer() -> None:
+    ours = group(FakeRank(after_s=NEVER))
+    call = asyncio.ensure_future(ours.call(Trainer.train, 60))
+    await asyncio.sleep(1)
+    ours.stop()
+    with pytest.raises(RanksLost, match="policy: stopped"):
+        await call
+    assert asyncio.get_running_loop().time() <= 1 + 2 * LOOK_S
 
 
 @in_virtual_time

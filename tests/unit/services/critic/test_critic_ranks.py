@@ -13,16 +13,30 @@ import pytest
 from protos import common_pb2
 from quartet.columns import Columns
 from quartet.config.learner import OptimizerConfig
-from quartet.ranks.group import RankGroup, RanksLost
+from quartet.learner.layout import LAYOUT, Layout
+from quartet.ranks.group import RankDied, RankGroup, RanksLost
 from quartet.serving.token_call import Asked
 from quartet.wire.errors import OffTimeline, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.learner import CriticModel
 from services.critic.trainer import CriticTrainer
 from tests.unit.contexts import Context
-from tests.unit.critic_calls import OURS, Restoration, adopt, checkpoint, claim, stage, train, train_staged, values
+from tests.unit.critic_calls import (
+    OURS,
+    Restoration,
+    adopt,
+    batch,
+    checkpoint,
+    claim,
+    stage,
+    train,
+    train_staged,
+    values,
+)
+from tests.unit.fake_ranks import FakeRank
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
 from tests.unit.rank_processes import SpawnedRank
+from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import until
 
 
@@ -137,6 +151,36 @@ async def test_a_step_that_was_answered_as_the_ranks_were_lost_is_not_that_of_ne
     with pytest.raises(Unavailable, match="step: 1 follows on training that is lost"):
         await train(critic, 1)
     assert (model.last_step, model.timeline) == (0, 0)
+
+
+@in_virtual_time
+async def test_a_late_failure_of_the_ranks_before_costs_a_restored_critic_nothing(
+    reward_folder: Path, root: Path
+) -> None:
+    """The death of a rank that trained while a checkpoint was restored into another is told after that."""
+    config = CriticConfig(model=str(reward_folder), optimizer=OptimizerConfig(learning_rate=1e-3), root=str(root))
+    layout = Layout.of(config, parameters=10, step=3)
+    (root / "saved").mkdir(parents=True)
+    layout.write(root / "saved" / LAYOUT)
+    ranks: list[FakeRank] = []
+
+    def start_ranks(_: CriticConfig) -> RankGroup:
+        ranks.append(FakeRank(("127.0.0.1", 7), None))
+        return RankGroup("critic", ranks[-1:])
+
+    critic = CriticModel(config, "critic", start_ranks)
+    critic.fence.claim(OURS, common_pb2.Claim(ttl_s=60))
+    await critic.start()
+    await critic.adopt(OURS, 0)
+    ranks[0].answers, ranks[0].after_s = [RankDied("killed")], 1.2
+    training = asyncio.ensure_future(critic.train(OURS, 1, [batch()], 0, epochs=1, minibatch_size=2, seed=1))
+    await asyncio.sleep(0.1)
+    assert await critic.restore_checkpoint(OURS, "saved") == 3
+    with pytest.raises(Unavailable, match="others are in their place"):
+        await training
+    await asyncio.sleep(2)
+    assert (critic.expect(OURS, 3), critic.last_step, critic.timeline) == (3, 3, OURS.number)
+    assert [rank.killed for rank in ranks] == [1, 0]
 
 
 async def test_a_replica_whose_new_ranks_do_not_start_is_replaced(critic: Any) -> None:
