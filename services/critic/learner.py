@@ -65,7 +65,7 @@ class CriticModel:
     async def start(self) -> tuple[int, int]:
         """Loads the model; returns the entries of its vocabulary and its longest sequence in tokens."""
         await self._ranks.start(CriticTrainer, self._config, timeout_s=self._config.rank_timeout_s)
-        limits = await self._run(CriticTrainer.limits)
+        limits = await self._ask(CriticTrainer.limits)
         self._unused = True
         return limits
 
@@ -207,7 +207,7 @@ class CriticModel:
         inputs = await asyncio.to_thread(digest, parts, schedule.values())
         self.fence.check(lease)
         if last_step is not None:
-            self._expect(lease, last_step, step)
+            self._expect(lease, self.last_step, last_step, step)
         action = partial(self._train, self._pasts, Moment(lease.number, step), parts, **schedule)
         return await self._once.run(step, inputs, action, lambda: self.fence.check(lease))
 
@@ -233,16 +233,21 @@ class CriticModel:
         """Writes the model to the folder of this name, as Snapshots.save does; only this run may replace it."""
         self.fence.check(lease)
         with self._root.unnamed():
-            await self._run(Snapshots.save, str(self._root.place(name)), lease.run_id)
+            place = self._root.place(name)
+            async with self.turn:
+                self.fence.check(lease)
+                await self._ask(Snapshots.save, str(place), lease.run_id)
 
     async def take_checkpoint(self, lease: common_pb2.Lease, name: str, last_step: int, copies: bool) -> None:
         """Copies the state, which must be the one after `last_step`; without copies, writes it at once."""
         self.fence.check(lease)
         place = self._root.place(name)
-        self._expect(lease, last_step)
-        self._taken = self._written = ""
-        await self._run(Snapshots.take_snapshot, str(place), last_step, copies)
-        self._taken = name
+        async with self.turn:  # a step may be ending, or have failed half-way
+            self.fence.check(lease)
+            self._expect(lease, self._at.number, last_step)
+            self._taken = self._written = ""
+            await self._ask(Snapshots.take_snapshot, str(place), last_step, copies)
+            self._taken = name
 
     async def write_checkpoint(self, lease: common_pb2.Lease, name: str) -> None:
         """Writes the state taken for `name` to disk, beside other calls."""
@@ -290,18 +295,12 @@ class CriticModel:
             self._once.restored(step)
             self._at = Moment(lease.number, step)
 
-    def _expect(self, lease: common_pb2.Lease, *steps: int) -> None:
-        """Raises unless one of these steps of the lease's timeline was begun last. A later one does not do here: what
+    def _expect(self, lease: common_pb2.Lease, actual: int, *steps: int) -> None:
+        """Raises unless the actual step is one of these of the lease's timeline. A later one does not do here: what
         changes or keeps the state needs that very state."""
         self._at.check(lease.number, "this critic", "step")
-        if self.last_step not in steps:
-            raise FailedPrecondition(f"last_step: {steps[0]} expected, but this critic has trained {self.last_step}")
-
-    async def _run(
-        self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
-    ) -> Answer:
-        async with self.turn:
-            return await self._ask(method, *arguments, **options)
+        if actual not in steps:
+            raise FailedPrecondition(f"last_step: {steps[0]} expected, but this critic has trained {actual}")
 
     async def _ask(
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs

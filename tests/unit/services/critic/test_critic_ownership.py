@@ -57,6 +57,21 @@ async def test_a_training_step_that_waits_when_another_run_takes_over_does_not_b
     assert "loss" in await train(critic, 2, 1, lease=NEWER)
 
 
+async def test_a_save_or_checkpoint_that_waits_when_another_run_takes_over_is_not_written(
+    critic: Any, root: Path
+) -> None:
+    async with critic._critic.turn:
+        waiting = [asyncio.create_task(call) for call in (save(critic, "model"), checkpoint(critic, "Take", "kept"))]
+        await settled()
+        await claim(critic, NEWER, take_over=True)
+    for each in waiting:
+        with pytest.raises(LeaseLost, match=r"run ours \(lease 4\) no longer"):
+            await each
+    assert not (root / "model").exists()
+    with pytest.raises(FailedPrecondition, match="no checkpoint was taken"):
+        await checkpoint(critic, "Write", "kept", lease=NEWER)
+
+
 async def test_another_batch_under_a_trained_step_is_refused(critic: Any) -> None:
     first = await train(critic, 1)
     with pytest.raises(FailedPrecondition, match="step: 1 was trained on another batch"):

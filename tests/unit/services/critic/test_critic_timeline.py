@@ -12,6 +12,7 @@ from quartet.wire.codec import unpack_longs
 from quartet.wire.errors import FailedPrecondition, OffTimeline, ServiceError
 from tests.unit.contexts import Context
 from tests.unit.critic_calls import OURS, PAIRS, adopt, checkpoint, claim, start, train, values
+from tests.unit.waiting import settled
 
 pytestmark = pytest.mark.processes
 
@@ -115,3 +116,26 @@ async def test_half_a_step_is_of_no_timeline_until_a_checkpoint_is_restored(crit
             await call
     assert await checkpoint(critic, "Restore") == 1
     assert "loss" in await train(critic, 2, 1)
+
+
+async def test_a_checkpoint_that_waits_for_a_step_that_fails_half_way_is_not_taken(critic: Any) -> None:
+    ask, gate, began = critic._critic._ask, asyncio.Event(), asyncio.Event()
+
+    async def failing(*arguments: Any, **options: Any) -> Any:
+        began.set()
+        await gate.wait()
+        critic._critic._ask = ask
+        raise RuntimeError("out of memory after an epoch")
+
+    critic._critic._ask = failing
+    training = asyncio.create_task(train(critic, 1, 0))
+    await began.wait()
+    taking = asyncio.create_task(checkpoint(critic, "Take", last_step=1))
+    await settled()
+    gate.set()
+    with pytest.raises(ServiceError, match="internal error"):
+        await training
+    with pytest.raises(OffTimeline, match="of no timeline, having just started or failed half-way"):
+        await taking
+    with pytest.raises(FailedPrecondition, match="no checkpoint was taken"):
+        await checkpoint(critic, "Write")
