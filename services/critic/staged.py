@@ -12,11 +12,11 @@ from quartet.wire.errors import FailedPrecondition, ResourceExhausted
 def digest(parts: Sequence[Columns], schedule: Iterable[int]) -> bytes:
     """Identifies a batch and its schedule, on which the result of a step depends, however the batch was divided."""
     total = hashlib.sha256(repr(tuple(schedule)).encode())
-    names = [*STRUCTURE, *sorted(parts[0].columns)]
-    for name in names:
+    structure = (*STRUCTURE, "sequence_lengths")
+    for name in [*structure, *sorted(parts[0].columns)]:
         total.update(name.encode())
         for part in parts:
-            total.update((getattr(part, name) if name in STRUCTURE else part[name]).data)
+            total.update((getattr(part, name) if name in structure else part[name]).data)
     return total.digest()
 
 

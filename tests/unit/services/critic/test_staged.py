@@ -112,6 +112,15 @@ def test_the_digest_is_the_batchs_and_not_that_of_its_division() -> None:
     assert len({whole, *others}) == 6
 
 
+def test_the_digest_knows_where_further_sequences_begin() -> None:
+    ids, lengths = np.arange(8, dtype=np.int32), np.array([4, 4], np.int32)
+    sampled = np.tile([False, True], 4)
+    begins = np.arange(8) == 2  # two sequences of the first trajectory, one of the second
+    one, two = Columns.of(ids, lengths, sampled), Columns.of(ids, lengths, sampled, begins)
+    assert digest([one], ()) != digest([two], ())
+    assert digest([two.take([0]), two.take([1])], ()) == digest([two], ())
+
+
 class Keeping(CriticServicer):  # type: ignore[misc]
     """Keeps the parts as the critic does, and answers with the number of trajectories that it would train on."""
 
