@@ -100,7 +100,7 @@ class Reference(HealthMixin):
             if not 0 <= token <= last:
                 raise InvalidArgument(f"end_ids: {token} is outside the vocabulary (0 to {last})")
         ends = tuple(sorted(set(request.end_ids)))
-        if request.min_new_tokens and set(range(self._tokens)) <= set(ends):
+        if request.min_new_tokens and sum(token < self._tokens for token in ends) == self._tokens:
             raise InvalidArgument(f"end_ids: all {self._tokens} tokens; before min_new_tokens one must be left")
         return self._distribution(temperature=temperature, min_new_tokens=request.min_new_tokens, end_ids=ends)
 
