@@ -17,7 +17,7 @@ from orchestrator.config.unscored import UnscoredConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.environments.agent import RESULT
 from orchestrator.environments.config import AgentConfig, EnvironmentConfig
-from quartet.config.base import Config, Count, Seconds, matching
+from quartet.config.base import Config, Count, Seconds, Seed, matching
 from quartet.config.learner import LoraConfig, PolicyConfig
 
 
@@ -78,7 +78,7 @@ class OrchestratorConfig(Config):
     """host:port of Serve's gRPC proxy, for all services without another target in `services`."""
     services: ServicesConfig = ServicesConfig()
     """Targets and application names of services that differ from the default."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Seed = 0
     """Seed of the prompt order, the sampling and the minibatch order."""
     steps: Count = 100
     """PPO steps: one batch generated, one update of policy and critic, one weight push."""

@@ -7,16 +7,16 @@ docstring, which the user reads. `sft.py` is one.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import Field, NonNegativeInt
+from pydantic import NonNegativeInt
 
 from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.config.data import SplitsConfig
 from orchestrator.config.run import LogConfig, RunName
 from orchestrator.data.examples import Examples
 from quartet.columns import Columns
-from quartet.config.base import ConfigError, Count, ModelPath
+from quartet.config.base import ConfigError, Count, ModelPath, Seed
 from quartet.config.learner import LearnerConfig
 from quartet.wire.codec import Floats
 
@@ -61,7 +61,7 @@ class Supervised(LearnerConfig):
     """The run's name: results go to runs/<name>. Letters, digits, `_`, `-` and `.`."""
     data: ExamplesConfig
     """Examples."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Seed = 0
     """Seed of the order of examples and of new weights."""
     epochs: Count = 1
     """Passes over the examples."""

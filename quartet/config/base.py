@@ -222,6 +222,8 @@ IDLE_THREADS_SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """Environment of a process, set before it loads torch, whose threads do not spin while they wait for the next
 operation: on the cores of a machine that is busy they would make everything several times slower."""
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""A number from which numpy and torch draw others."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
 """A span of time, greater than zero."""

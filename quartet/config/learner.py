@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds
+from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds, Seed
 
 REDUCE_ELEMENTS = 50_000_000
 """Elements in one bucket of gradients between ranks. DeepSpeed keeps one bucket allocated; its own default is ten
@@ -56,7 +56,7 @@ class LoraConfig(Config):
     """The adapters' product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] | None = None
     """Last part of the names of the layers that get one, such as q_proj. Null: every linear layer but the head."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the adapters' initial weights. Their product begins at zero."""
 
 

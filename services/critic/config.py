@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import PositiveFloat
 
+from quartet.config.base import Seed
 from quartet.config.learner import LearnerConfig
 from quartet.config.limits import LimitsConfig, completed_by
 
@@ -24,7 +25,7 @@ class CriticConfig(LearnerConfig):
 
     value_clip_eps: PositiveFloat | None = 0.2
     """Distance from the old value beyond which a value gets no gradient (PPO2). Null turns the clip off."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of a new head's initial weights."""
     limits: Annotated[LimitsConfig, completed_by(_LIMITS)] = _LIMITS
     """Limits on waiting calls for values, their shares among callers, and the time of a pass. A pass that hangs costs

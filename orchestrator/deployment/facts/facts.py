@@ -9,7 +9,7 @@ from orchestrator.config.data import PromptsConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.environments.config import AgentConfig, EnvironmentConfig
-from quartet.config.base import LAST_PORT, Config, ConfigError, Count, Dtype
+from quartet.config.base import LAST_PORT, Config, ConfigError, Count, Dtype, Seed
 from quartet.config.explain import shown, unknown, unknown_keys
 from quartet.config.learner import LoraConfig
 
@@ -131,7 +131,7 @@ class Facts(Config):
     """An agent that has conversations with the model by OpenAI's protocol: its `kind`, as package.module:function,
     and the bounds of a conversation. Text alone is its `kind`. Needs `security: {http: true}`. Null: the run asks for
     the responses."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the prompt order, the sampling and the minibatch order."""
     dtype: Dtype | None = None
     """Arithmetic of all models. Null: bfloat16 with GPUs, else float32."""

@@ -38,6 +38,7 @@ def model(tmp_path: Path) -> str:
         ({"dtype": "bfloat16"}, "dtype bfloat16 with zero_stage 0 drifts from fp32; set zero_stage to 1"),
         ({"dtype": "float16"}, "dtype: should be 'float32' or 'bfloat16', got 'float16'"),
         ({"zero_stage": 9}, "zero_stage: should be 0"),
+        ({"lora": {"seed": 2**32}}, "lora.seed: should be less than 4294967296, got 4294967296"),
         ({"ranks": 0}, "ranks: should be 1 or more, got 0"),
         ({"adam_offload": True}, "adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3"),
         ({"param_offload": True, "zero_stage": 2}, "param_offload is part of ZeRO 3; set zero_stage to 3"),
@@ -91,6 +92,12 @@ def test_learners_that_cannot_be(model: str, values: dict[str, Any], message: st
     lines = problems(LearnerConfig, {"model": model, "optimizer": {"learning_rate": 1}} | values)
     assert len(lines) == 1
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(("seed", "right"), [(-1, "0 or more"), (2**64, "less than 4294967296")])
+def test_a_critics_seed_is_one_that_torch_takes(model: str, seed: int, right: str) -> None:
+    [line] = problems(CriticConfig, {"model": model, "optimizer": {"learning_rate": 1}, "seed": seed})
+    assert line.endswith(f"seed: should be {right}, got {seed}")
 
 
 def test_what_deepspeed_is_told(model: str) -> None:
