@@ -77,8 +77,7 @@ class WeightSending:
 
     def join(self, membership: int, world_size: int) -> None:
         """On the sending ranks: forms the push group together with the replicas."""
-        sender, _ = self._ready()
-        sender.join(membership, world_size)
+        self._ready().join(membership, world_size)
 
     def gather(self, push: int) -> None:
         """On all ranks: brings the weights of this push to the sending ranks. Those send without the others: a push
@@ -97,26 +96,23 @@ class WeightSending:
     def send(self, push: int) -> dict[int, bytes]:
         """On the sending ranks: sends the weights that `gather` brings; returns bucket -> digest. May run during
         `gather`."""
-        sender, _ = self._ready()
-        return sender.send(push)
+        return self._ready().send(push)
 
     def abandon(self, membership: int) -> None:
         """On the sending ranks: ends the transfer to a membership. May overlap any other call."""
-        sender, _ = self._ready()
-        sender.abandon(membership)
+        self._ready().abandon(membership)
 
     def add_newcomers(self, membership: int, world_size: int) -> None:
         """On the sending ranks: sends the weights of the last push to a group of newcomers. May overlap any other
         call."""
-        sender, _ = self._ready()
-        sender.add_newcomers(membership, world_size)
+        self._ready().add_newcomers(membership, world_size)
 
     def leave(self) -> None:
         """On the sending ranks: closes the sender and frees the memory that it shares."""
         if self._sender is not None:
             self._sender.close()
 
-    def _ready(self) -> tuple[Sender, Manifest]:
-        if self._sender is None or self._manifest is None:
-            raise RuntimeError("rendezvous comes before manifest, join and send")
-        return self._sender, self._manifest
+    def _ready(self) -> Sender:
+        if self._sender is None:
+            raise RuntimeError("rendezvous comes before join and send")
+        return self._sender
