@@ -136,9 +136,9 @@ class SessionClient:
             except httpx.HTTPError as error:
                 await backoff.wait(Unavailable(f"{path}: {type(error).__name__}: {error}"))
                 continue
-            said = f"{path}: {reply.status_code}: {reply.text[:_SAID]}"
             if reply.status_code == httpx.codes.OK:
                 return await asyncio.to_thread(_object, reply, path)  # of millions of tokens it takes a while
+            said = f"{path}: {reply.status_code}: {reply.text[:_SAID]}"
             if reply.status_code == httpx.codes.NOT_FOUND:
                 raise NotFound(said)
             if reply.status_code not in _MAY_PASS:
