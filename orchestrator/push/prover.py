@@ -10,8 +10,8 @@ from orchestrator.push.source import both
 from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from quartet.weight_transfer.probe import Probe, probe_sequences
-from quartet.wire.codec import Floats, Ints, pack_sequences, split, unpack_floats
+from quartet.weight_transfer.probe import Probe, probe_sequences, scores_of
+from quartet.wire.codec import Floats, Ints, pack_sequences
 from quartet.wire.errors import ServiceError
 
 log = logging.getLogger("quartet")
@@ -103,7 +103,7 @@ class Prover:
         reports = {report.replica: report for report in answers}
         if wrong := [f"{name} {said}" for name in members if (said := _wrong(reports.get(name), probe))]:
             raise PushDisproved(f"version {version}: {'; '.join(wrong)}")
-        measured = [probe.measure(_scores(report, self._sequences)) for report in answers if report.ok]
+        measured = [probe.measure(scores_of(report, self._sequences)) for report in answers if report.ok]
         if measured:
             self._tolerance.learn(max(measured))
         complete = self._settle(version, {name: _why(reports.get(name)) for name in members})
@@ -114,7 +114,7 @@ class Prover:
         meanwhile. None if no member answers; the next push then proves the newcomer."""
         for report in await ask(self._asked):
             if report.ok:
-                return Probe(self._sequences, _scores(report, self._sequences), self._tolerance.now)
+                return Probe(self._sequences, scores_of(report, self._sequences), self._tolerance.now)
         return None
 
     def _is_due(self, members: Collection[str]) -> bool:
@@ -147,11 +147,7 @@ def _wrong(report: pb.WeightReport | None, probe: Probe) -> str:
     """The disagreement of an answer; empty if it agrees or is missing."""
     if report is None or not report.ok:
         return ""
-    return probe.disagreement(_scores(report, probe.sequences), list(report.stale))
-
-
-def _scores(report: pb.WeightReport, sequences: Sequence[Ints]) -> list[Floats]:
-    return split(unpack_floats(report.logprobs, "logprobs"), [len(row) - 1 for row in sequences], "logprobs")
+    return probe.disagreement(scores_of(report, probe.sequences), list(report.stale))
 
 
 def make_prover(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet.wire.codec import Floats, Ints
+from protos import rollout_pb2 as pb
+from quartet.wire.codec import Floats, Ints, split, unpack_floats
 
 COUNT, LENGTH = 2, 16
 
@@ -63,6 +64,12 @@ def _advice(measured: float, stale: Sequence[str]) -> str:
     if not np.isfinite(measured):
         return "some are not finite"
     return "if engine and learner only round so differently, raise weights.prove_tolerance"
+
+
+def scores_of(report: pb.WeightReport, sequences: Sequence[Ints]) -> list[Floats]:
+    """The log-probs that a replica reports of these sequences, in the form of `Probe.expected`. InvalidArgument if
+    they are not as many."""
+    return split(unpack_floats(report.logprobs, "logprobs"), [len(row) - 1 for row in sequences], "logprobs")
 
 
 def probe_sequences(vocabulary: int, max_length: int) -> list[Ints]:

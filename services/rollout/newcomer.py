@@ -7,6 +7,7 @@ import ray
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
+from quartet.weight_transfer.probe import scores_of
 from quartet.weight_transfer.registry import (
     NAME_ERRORS,
     NAMESPACE,
@@ -16,7 +17,7 @@ from quartet.weight_transfer.registry import (
     registries,
     registry_name,
 )
-from quartet.wire.codec import pack_sequences, split, unpack_floats
+from quartet.wire.codec import pack_sequences
 from quartet.wire.errors import Unavailable
 from services.rollout.interface import Engine
 from services.rollout.member import WeightMember
@@ -101,5 +102,4 @@ async def _prove(member: WeightMember, ticket: Ticket, lease: common_pb2.Lease) 
     report = await member.carry_out(pb.WeightPhase(timeout_s=ticket.timeout_s, lease=lease, probe=asked))
     if not report.ok:
         return str(report.error)
-    logprobs = split(unpack_floats(report.logprobs, "logprobs"), [len(row) - 1 for row in sequences], "logprobs")
-    return ticket.probe.disagreement(logprobs, list(report.stale))
+    return ticket.probe.disagreement(scores_of(report, sequences), list(report.stale))
