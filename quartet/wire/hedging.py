@@ -43,17 +43,17 @@ class HedgingDelay:
         return max(statistics.median(self._recent), min(list(self._recent)[-2:]))
 
 
-async def first_answer(attempt: Callable[[], Awaitable[Answer]], pause_s: float, most: int = MOST_ATTEMPTS) -> Answer:
+async def first_answer(attempt: Callable[[], Awaitable[Answer]], pause_s: float) -> Answer:
     """The first answer of several attempts; the others are cancelled.
 
-    An attempt begins when the last one has been silent for `pause_s`, up to `most` attempts. If one is refused
+    An attempt begins when the last one has been silent for `pause_s`, up to MOST_ATTEMPTS. If one is refused
     (Unavailable, ResourceExhausted) while others are running, the others decide. Otherwise its error is raised.
     """
     waiting = {asyncio.ensure_future(attempt())}
     begun = 1
     try:
         while True:
-            pause = pause_s if begun < most else None
+            pause = pause_s if begun < MOST_ATTEMPTS else None
             done, waiting = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=_failed):
                 failure = task.exception()

@@ -26,17 +26,14 @@ class Pulse:
     their samples are being made. With Serve's health checks that ends after half a minute only.
     """
 
-    def __init__(
-        self, ask: Callable[[], Awaitable[None]], busy: Callable[[], bool], still_s: float = STILL_S
-    ) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[None]], busy: Callable[[], bool]) -> None:
         """
         Args:
             ask: returns when the engine has answered, however long it takes, and raises if it is dead.
             busy: True while the engine is in a phase of a push, which has a deadline of its own.
-            still_s: seconds for which a question may be open at least.
         """
         self._took: deque[float] = deque(maxlen=REMEMBERED)
-        self._ask, self._busy, self._still_s = ask, busy, still_s
+        self._ask, self._busy = ask, busy
         self._question: asyncio.Future[None] | None = None
         self._since = self._beat = 0.0
 
@@ -57,7 +54,7 @@ class Pulse:
         else:
             self._since += max(now - self._beat - BEAT_S, 0.0)
         self._beat = now
-        if dead or now - self._since > max(self._still_s, FACTOR * max(self._took, default=0.0)):
+        if dead or now - self._since > max(STILL_S, FACTOR * max(self._took, default=0.0)):
             raise Unavailable("the engine of this replica does not answer")
 
     def _answered(self, question: "asyncio.Future[None]") -> None:
