@@ -47,6 +47,7 @@ from quartet.weight_transfer.probe import probe_sequences
 from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.codec import Floats, Ints
 from tests.members import LEASE, Fleet
+from tests.newcomers import nobody_looks
 from tests.sized import MAX_LENGTH, VOCABULARY, score
 from tests.sources import HOST, LocalSource
 
@@ -192,7 +193,7 @@ async def _joined(pusher: WeightPusher, newcomers: Fleet) -> float:
         receiving.append(asyncio.create_task(receive(ticket)))
 
     began = time.perf_counter()
-    await pusher.add_newcomers({member.name: Applicant(1, Place(machine(), ("GPU-0",)))}, deliver)
+    await pusher.add_newcomers({member.name: Applicant(1, Place(machine(), ("GPU-0",)))}, deliver, nobody_looks)
     await receiving[0]
     return time.perf_counter() - began
 

@@ -51,11 +51,6 @@ class Again(Protocol):
     async def __call__(self, ask: Callable[[float], Awaitable[Any]], /, *, reason: str) -> Any: ...
 
 
-async def once(ask: Callable[[float], Awaitable[Any]], *, reason: str) -> Any:
-    """Calls it once."""
-    return await ask(START_S)
-
-
 class Desk:
     """Desk where newcomers wait for a run: a registry, and the next one when that does not answer.
 
@@ -154,7 +149,7 @@ def _why(error: Exception, within_s: float) -> str:
 
 
 @asynccontextmanager
-async def registered(application: str, again: Again = once) -> AsyncIterator[Desk]:
+async def registered(application: str, again: Again) -> AsyncIterator[Desk]:
     """Context with a desk for newcomers to the rollout application, which this run holds. `again` repeats a start of
     its registry that fails.
 

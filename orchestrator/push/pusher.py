@@ -74,11 +74,6 @@ class Watch(Protocol):
     async def __call__(self, applicants: Mapping[str, Applicant], /) -> str: ...
 
 
-async def nobody_looks(_: Mapping[str, Applicant]) -> str:
-    """Never returns: of those that died, the learner's deadline tells."""
-    return await asyncio.Future()
-
-
 class WeightPusher:
     """Pushes versions, one at a time, and brings newcomers to the last one in between.
 
@@ -276,9 +271,7 @@ class WeightPusher:
             await self._turn.acquire()
             self._pausing = False
 
-    async def add_newcomers(
-        self, applicants: Mapping[str, Applicant], deliver: Delivery, first_death: Watch = nobody_looks
-    ) -> None:
+    async def add_newcomers(self, applicants: Mapping[str, Applicant], deliver: Delivery, first_death: Watch) -> None:
         """Brings newcomers, given by name, to the version that was pushed last, or is staged now.
 
         `deliver` gives each its Ticket. It gives None before the first push, while a push waits for a first replica,

@@ -30,6 +30,7 @@ from services.rollout.sample import Sampling
 from tests import plain
 from tests.cluster import REPLACED_S, Quartet, engine_of, eventually, named, rollouts, whole
 from tests.listening import Listener
+from tests.newcomers import once
 from tests.pushing import ModelSource, hold, make_pusher, perturbed
 
 PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)
@@ -100,7 +101,7 @@ async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
     reports = await hold(quartet.services.rollout)
     loop = Loop(quartet, max(report.policy_version for report in reports))
     async with AsyncExitStack() as stack:
-        desk = await stack.enter_async_context(registered("rollout"))
+        desk = await stack.enter_async_context(registered("rollout", once))
         adding = adding_newcomers(loop.pusher, desk, quartet.services.rollout.lease, 0)
         await stack.enter_async_context(adding)
         running = asyncio.create_task(loop.run())

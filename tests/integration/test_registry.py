@@ -21,6 +21,7 @@ from quartet.weight_transfer.registry import NAMESPACE, Answer, Applicant, regis
 from quartet.wire.errors import Unavailable
 from tests.cluster import Quartet, eventually
 from tests.forked import FORKED
+from tests.newcomers import once
 
 APPLICATION = "rollout of another"
 
@@ -31,7 +32,7 @@ def open_registry(job: Connection, address: str, environment: dict[str, str]) ->
 
     async def keep() -> None:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        async with registered(APPLICATION):
+        async with registered(APPLICATION, once):
             job.send(ray.get_runtime_context().get_job_id())
             await asyncio.sleep(600)
 
@@ -57,7 +58,7 @@ async def test_a_run_that_ended_with_its_registry_still_there_is_in_no_others_wa
     [number] = registries(APPLICATION)
     with pytest.raises(AssertionError):
         actor_of(number)
-    async with registered(APPLICATION) as desk:
+    async with registered(APPLICATION, once) as desk:
         assert registries(APPLICATION) == [number, number + 1]
         applied = actor_of(number + 1).apply.remote("new", Applicant(1, Place("m")))
         while not (waiting := await desk.applicants()):
@@ -74,7 +75,7 @@ async def test_a_registry_that_a_signal_stops_is_left_for_the_next_and_ends_when
     on_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run cannot end its process on a cluster of one's own."""
-    async with registered(APPLICATION) as desk:
+    async with registered(APPLICATION, once) as desk:
         [number] = registries(APPLICATION)
         actor = actor_of(number)
         frozen = psutil.Process(await actor.__ray_call__.remote(lambda _: os.getpid()))
@@ -99,7 +100,7 @@ async def test_a_registry_that_a_signal_stops_is_left_for_the_next_and_ends_when
 async def test_a_registry_that_ray_starts_too_late_leaves_its_number_to_the_next(
     on_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with registered(APPLICATION) as desk:
+    async with registered(APPLICATION, once) as desk:
         [number] = registries(APPLICATION)
         late = threading.Event()
 

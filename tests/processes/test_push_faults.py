@@ -22,6 +22,7 @@ from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.errors import Internal, Unavailable
 from tests.carried import place
 from tests.members import LEASE, Fleet, Hook, weights
+from tests.newcomers import nobody_looks
 from tests.sources import LocalSource
 from tests.unit.fake_cuda import FOLDER, FakeGpu
 
@@ -283,13 +284,13 @@ async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_does
             assert report.ok, report.error
 
     joining: list[asyncio.Task[None]] = []
-    await stage.pusher.add_newcomers({"d": Applicant(1, stage.place)}, join)
+    await stage.pusher.add_newcomers({"d": Applicant(1, stage.place)}, join, nobody_looks)
     await asyncio.gather(*joining)
     joining.clear()
     stage.fleet.members["e"].signal(signal.SIGSTOP)
     # Where weights are sent, the sender finds out; shared memory is open to any reader.
     with pytest.raises(Internal) if stage.backend in ("gloo", "nccl") else nullcontext():
-        await stage.pusher.add_newcomers({"e": Applicant(1, stage.place)}, join)
+        await stage.pusher.add_newcomers({"e": Applicant(1, stage.place)}, join, nobody_looks)
     stage.fleet.members["e"].signal(signal.SIGKILL)
     await asyncio.gather(*joining, return_exceptions=True)
     assert await stage.fleet.versions() == {"a": 1, "b": 1, "c": 1, "d": 1}

@@ -25,6 +25,7 @@ from tests import plain
 from tests.chaos.victims import titled
 from tests.cluster import Quartet, eventually, rollouts
 from tests.models import BOS
+from tests.newcomers import once
 from tests.pushing import ModelSource, hold, make_pusher
 from tests.streams.certain import become, token_of
 
@@ -115,7 +116,7 @@ async def _pushing(quartet: Quartet) -> AsyncIterator[tuple[WeightPusher, Any]]:
         rollout, model = quartet.services.rollout, plain.language_model(quartet.policy)
         await hold(rollout)
         async with (
-            registered("rollout") as desk,
+            registered("rollout", once) as desk,
             make_pusher(rollout, ModelSource(model), attempts=5) as pusher,
             adding_newcomers(pusher, desk, rollout.lease, _LEASE_S),
         ):

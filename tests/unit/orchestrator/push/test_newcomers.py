@@ -20,6 +20,7 @@ from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.registry import NAMESPACE, Answer, Applicant, Registry
 from quartet.wire.errors import Internal, LeaseLost, Unavailable, leaves
 from services.rollout.newcomer import catch_up
+from tests.newcomers import once
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
@@ -232,7 +233,7 @@ async def slow_ray(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> FakeRa
 
 async def test_the_run_goes_on_while_ray_takes_its_time(slow_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_ray.actors["weights of rollout 1"] = FakeActor(0)
-    async with registered("rollout") as desk:
+    async with registered("rollout", once) as desk:
         assert slow_ray.actors.keys() == {"weights of rollout 2"}
         slow_ray.actor(2).dies = True
         with pytest.raises(Unavailable):
@@ -254,12 +255,12 @@ async def test_a_ray_that_answers_nothing_keeps_no_run_from_its_end(
 
     try:
         async with asyncio.timeout(30):
-            async with registered("rollout"):
+            async with registered("rollout", once):
                 monkeypatch.setattr(registry, "list_named_actors", silent)
                 monkeypatch.setattr(newcomers, "ANSWER_S", 0.01)
             monkeypatch.setattr(newcomers, "START_S", 0.01)
             with pytest.raises(Unavailable, match=r"did not start the registry .* within 0\.01 s"):
-                async with registered("rollout"):
+                async with registered("rollout", once):
                     pytest.fail("opened")
         slow_ray.connected, slow_ray.actors = False, {}  # with the run, its actors end
     finally:
@@ -293,7 +294,7 @@ async def test_a_registry_that_ray_does_not_even_begin_to_start_is_a_loss(
 
     monkeypatch.setattr(ray, "remote", refuse)
     with pytest.raises(Unavailable, match=r"did not start the registry .*\(.*the GCS is gone\);"):
-        async with registered("rollout"):
+        async with registered("rollout", once):
             pytest.fail("opened")
 
 
@@ -304,7 +305,7 @@ async def test_a_registry_that_stands_still_is_left_for_the_next_one(
 ) -> None:
     """Newcomers always find one, or they would begin with weights of their own."""
     fake_ray.starts_s = [1, 50]
-    async with asyncio.timeout(100), registered("rollout") as desk:
+    async with asyncio.timeout(100), registered("rollout", once) as desk:
         frozen = fake_ray.actor(1)
         frozen.frozen = True
         async with asyncio.TaskGroup() as group, adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore
@@ -320,7 +321,7 @@ async def test_a_registry_that_stands_still_is_left_for_the_next_one(
 @in_virtual_time
 async def test_a_registry_that_does_not_start_in_its_turn_is_given_up_and_started_again(fake_ray: FakeRay) -> None:
     fake_ray.starts_s = [0, 1000, 1000, 1]
-    async with asyncio.timeout(300), registered("rollout") as desk:
+    async with asyncio.timeout(300), registered("rollout", once) as desk:
         fake_ray.actor(1).frozen = True
         async with adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore[arg-type]
             await joined()
@@ -329,7 +330,7 @@ async def test_a_registry_that_does_not_start_in_its_turn_is_given_up_and_starte
 
 @in_virtual_time
 async def test_a_registry_that_was_killed_is_left_for_the_next_one_at_once(fake_ray: FakeRay) -> None:
-    async with asyncio.timeout(4), registered("rollout") as desk:
+    async with asyncio.timeout(4), registered("rollout", once) as desk:
         fake_ray.actor(1).dies = True
         async with adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore[arg-type]
             await joined()
@@ -342,14 +343,14 @@ async def test_registries_of_earlier_runs_are_ended_or_left_to_ray(fake_ray: Fak
     for other in ("weights of rollout", "weights of rollout 2 11", "weights of my rollout 12", "sessions of rollout"):
         fake_ray.actors[other] = FakeActor(0)
     fake_ray.forgotten.add("weights of rollout 10")
-    async with registered("rollout"):
+    async with registered("rollout", once):
         assert registry.registries("rollout") == [10, 11]
     assert len(fake_ray.actors) == 5
 
 
 @in_virtual_time
 async def test_a_registry_is_opened_and_left_while_ray_names_none(fake_ray: FakeRay) -> None:
-    async with registered("rollout") as desk:
+    async with registered("rollout", once) as desk:
         fake_ray.actor(1).frozen = fake_ray.lost = True
         with pytest.raises(Unavailable):
             await desk.applicants()
@@ -359,7 +360,7 @@ async def test_a_registry_is_opened_and_left_while_ray_names_none(fake_ray: Fake
 
 @in_virtual_time
 async def test_a_newcomer_asks_again_while_ray_names_no_registry(fake_ray: FakeRay) -> None:
-    async with registered("rollout") as desk, adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore[arg-type]
+    async with registered("rollout", once) as desk, adding_newcomers(FakePusher(), desk, LEASE, 30):  # type: ignore[arg-type]
         fake_ray.lost = True
         asyncio.get_running_loop().call_later(5, setattr, fake_ray, "lost", False)
         await joined()

@@ -19,6 +19,7 @@ from quartet.weight_transfer.probe import Probe, probe_sequences
 from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.codec import Floats, Ints, pack_floats, pack_sequences
 from services.rollout.newcomer import _receive
+from tests.newcomers import nobody_looks
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.fakes import make_config
 
@@ -183,7 +184,7 @@ async def ticket_of(pusher: WeightPusher, newcomer: str) -> Ticket:
     async def deliver(tickets: dict[str, Ticket | None]) -> None:
         taken.update({name: ticket for name, ticket in tickets.items() if ticket})
 
-    await pusher.add_newcomers({newcomer: Applicant(1, Place("m"))}, deliver)
+    await pusher.add_newcomers({newcomer: Applicant(1, Place("m"))}, deliver, nobody_looks)
     return taken[newcomer]
 
 

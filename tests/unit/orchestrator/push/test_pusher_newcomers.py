@@ -10,6 +10,7 @@ from protos import rollout_pb2 as pb
 from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.errors import Internal, Unavailable
+from tests.newcomers import nobody_looks
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.member_phases import MANIFEST
 from tests.unit.waiting import settled, until
@@ -42,7 +43,7 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
     pushing = asyncio.create_task(pusher.push(2))
     await until(lambda: fleet.phases[began:] == ["discover"])
     await settled()
-    await pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby)
+    await pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby, nobody_looks)
     ticket = lobby.told["new"]
     assert ticket is not None
     assert pb.Commit.FromString(ticket.commit).policy_version == 1
@@ -54,7 +55,7 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
     pushing = asyncio.create_task(pusher.push(3))
     await until(lambda: fleet.phases[-2:] == ["abort", "discover"])
     await settled()
-    await pusher.add_newcomers({"newer": Applicant(1, HERE)}, lobby)
+    await pusher.add_newcomers({"newer": Applicant(1, HERE)}, lobby, nobody_looks)
     assert lobby.told["newer"] is None
     fleet.add(newer=1)
     assert (await pushing).replicas == ("newer",)
@@ -63,7 +64,7 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
 
 async def test_newcomers_before_the_first_push_begin_as_they_are(source: FakeSource) -> None:
     lobby = Lobby()
-    await make_pusher(Fleet(source)).add_newcomers({"new": Applicant(1, HERE)}, lobby)
+    await make_pusher(Fleet(source)).add_newcomers({"new": Applicant(1, HERE)}, lobby, nobody_looks)
     assert lobby.told == {"new": None}
     assert source.calls == []
 
@@ -72,7 +73,7 @@ async def test_newcomers_get_the_last_version_in_a_group_of_their_own(source: Fa
     fleet, lobby = Fleet(source, a=1), Lobby()
     pusher = make_pusher(fleet)
     await pusher.push(7)
-    await pusher.add_newcomers({"new": Applicant(2, HERE), "other": Applicant(1, HERE)}, lobby)
+    await pusher.add_newcomers({"new": Applicant(2, HERE), "other": Applicant(1, HERE)}, lobby, nobody_looks)
     assert source.calls[-1] == ("add_newcomers", 2, 4)
     ticket = lobby.told["new"]
     assert ticket is not None
@@ -92,7 +93,7 @@ async def test_a_push_and_newcomers_take_turns(source: FakeSource) -> None:
     fleet, lobby = Fleet(source, a=1), Lobby()
     pusher = make_pusher(fleet)
     await pusher.push(1)
-    await asyncio.gather(pusher.push(2), pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby))
+    await asyncio.gather(pusher.push(2), pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby, nobody_looks))
     ticket = lobby.told["new"]
     assert ticket is not None
     assert pb.Commit.FromString(ticket.commit).policy_version == 2
@@ -105,7 +106,8 @@ async def test_newcomers_that_come_while_weights_are_staged_get_these_after_the_
     for version in (1, 2):  # the first push too, at whose beginning others still begin as they are
         staging = asyncio.create_task(pusher.stage(version))
         await until(lambda: pusher._turn.locked())
-        adding = asyncio.create_task(pusher.add_newcomers({f"new {version}": Applicant(1, HERE)}, lobby))
+        newcomers = {f"new {version}": Applicant(1, HERE)}
+        adding = asyncio.create_task(pusher.add_newcomers(newcomers, lobby, nobody_looks))
         staged = await staging
         await settled()
         assert f"new {version}" not in lobby.told
@@ -121,7 +123,7 @@ async def test_newcomers_are_let_in_while_a_delivery_waits_for_a_first_replica(s
     pusher = make_pusher(fleet, patience_s=10)
     await pusher.push(1)
     staged = await pusher.stage(2)
-    adding = asyncio.create_task(pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby))
+    adding = asyncio.create_task(pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby, nobody_looks))
     await settled()
     assert lobby.told == {}
     fleet.remove("a")
@@ -140,7 +142,7 @@ async def test_newcomers_of_a_push_that_failed_wait_until_the_run_gives_it_up(so
     source.failures = [Internal("policy.send: the learner is gone")] * 3
     with pytest.raises(PushFailed):
         await pusher.push(2)
-    adding = asyncio.create_task(pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby))
+    adding = asyncio.create_task(pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby, nobody_looks))
     await settled()
     adding.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -154,7 +156,7 @@ async def test_a_learner_that_cannot_send_to_newcomers_costs_the_others_nothing(
     await pusher.push(1)
     source.failures = [Internal("policy.add_newcomers: the newcomer is gone")]
     with pytest.raises(Internal, match="the newcomer is gone"):
-        await pusher.add_newcomers({"new": Applicant(1, HERE)}, Lobby())
+        await pusher.add_newcomers({"new": Applicant(1, HERE)}, Lobby(), nobody_looks)
     assert (await pusher.push(2)).attempts == 1
 
 

@@ -9,6 +9,7 @@ from orchestrator.push.transport import choose
 from quartet.config.base import ConfigError
 from quartet.weight_transfer.place import Place, has_room, machine
 from quartet.weight_transfer.registry import Applicant, Ticket
+from tests.newcomers import nobody_looks
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 
 CPU, OTHER_CPU = Place("m"), Place("n")
@@ -108,7 +109,7 @@ async def test_a_newcomer_that_is_not_reached_waits_for_the_push_that_reaches_it
     async def deliver(tickets: dict[str, Ticket | None]) -> None:
         told.update(tickets)
 
-    await pusher.add_newcomers({"near": Applicant(1, CPU), "far": Applicant(1, OTHER_CPU)}, deliver)
+    await pusher.add_newcomers({"near": Applicant(1, CPU), "far": Applicant(1, OTHER_CPU)}, deliver, nobody_looks)
     assert told["far"] is None
     assert told["near"] is not None
     assert source.calls[-1] == ("add_newcomers", 2, 2)
