@@ -39,7 +39,7 @@ from orchestrator.loop.identities import digests, identities, user_identities
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.loop.watch import watching_certificates, watching_services
-from orchestrator.monitoring.metrics import JOURNAL, TRACE, MetricsLog
+from orchestrator.monitoring.metrics import EVALUATIONS, JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.early import EarlyLogprobs
@@ -292,5 +292,5 @@ class Run:
             inputs.tokenizer,
             inputs.judges,
             config.evaluation.judge_s,
-            self.run_dir / "evaluations",
+            self.run_dir / EVALUATIONS,
         )

@@ -7,6 +7,7 @@ of one step; step 0 is the evaluation before training.
 import importlib
 import json
 import math
+import re
 import secrets
 import shutil
 import time
@@ -24,8 +25,9 @@ from quartet.config.explain import shown
 from quartet.folders import replace_file
 
 FILE = "metrics.jsonl"
-CHECKPOINTS, JOURNAL, TRACE = "checkpoints", "journal", "trace.json"
-_RUN_OUTPUTS = (FILE, TRACE, "tensorboard", "evaluations", "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
+CHECKPOINTS, JOURNAL, TRACE, EVALUATIONS = "checkpoints", "journal", "trace.json", "evaluations"
+_RUN_OUTPUTS = (FILE, TRACE, "tensorboard", EVALUATIONS, "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
+_EVALUATION = re.compile(r"step-([0-9]+)\.jsonl")
 _YEAR_10000 = 253_402_300_800
 NAMED_EVALUATION_METRICS = ("score/", "task/")
 """Beginnings of what an evaluation measures by the names of scores and by tasks."""
@@ -68,7 +70,8 @@ class MetricsLog:
         Args:
             run_config: the run's configuration in plain YAML types.
             overwrite: True to remove an earlier run's results from `run_dir`.
-            resume_after: continue the log of the run there, without its lines after this step; -1 removes all lines.
+            resume_after: continue the log of the run there, without its lines and its evaluations' samples after this
+                step; -1 removes all.
             load: imports a module by name.
 
         Raises:
@@ -81,6 +84,7 @@ class MetricsLog:
         written = yaml.safe_dump(dict(run_config), sort_keys=False, allow_unicode=True)
         replace_file(run_dir / "config.yaml", written.encode())
         if resume_after is not None:
+            _forget_evaluations(run_dir / EVALUATIONS, resume_after)
             _rewind(run_dir / FILE, resume_after)
         sinks: list[Sink] = []
         if config.tensorboard:
@@ -212,6 +216,20 @@ def _clear(run_dir: Path, overwrite: bool) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def evaluated_steps(folder: Path) -> dict[int, Path]:
+    """Steps after which the run evaluated its policy, in order, and the file of each one's samples; files with other
+    names are ignored."""
+    files = {int(match[1]): file for file in folder.glob("step-*") if (match := _EVALUATION.fullmatch(file.name))}
+    return dict(sorted(files.items()))
+
+
+def _forget_evaluations(folder: Path, step: int) -> None:
+    """Removes the samples of evaluations after `step`, which are another policy's than the resumed run will have."""
+    for evaluated, file in evaluated_steps(folder).items():
+        if evaluated > step:
+            file.unlink()
 
 
 def _rewind(path: Path, step: int) -> None:

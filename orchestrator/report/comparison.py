@@ -1,7 +1,6 @@
 """Two evaluations of a run side by side: the first, usually before training, and the last."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +8,7 @@ from pathlib import Path
 
 from orchestrator.evaluation.intervals import Interval, over_prompts, win_rate
 from orchestrator.evaluation.results import EvaluatedSample, read_rows
-
-_STEP = re.compile(r"step-[0-9]+\.jsonl")
+from orchestrator.monitoring.metrics import EVALUATIONS, evaluated_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +114,11 @@ def read_comparison(run_dir: Path) -> Comparison | None:
     Raises:
         ConfigError: a line is not a sample.
     """
-    candidates = (run_dir / "evaluations").glob("step-*.jsonl")
-    # An evaluation is named by its step; other files are ignored.
-    files = sorted((file for file in candidates if _STEP.fullmatch(file.name)), key=_step)
+    files = [*evaluated_steps(run_dir / EVALUATIONS).items()]
     if not files:
         return None
-    before, *later = (Evaluation(_step(file), read_rows(file)) for file in (files[0], *files[1:][-1:]))
+    before, *later = (Evaluation(step, read_rows(file)) for step, file in (files[0], *files[1:][-1:]))
     return Comparison(before, later[0] if later else None)
-
-
-def _step(file: Path) -> int:
-    return int(file.stem.removeprefix("step-"))
 
 
 def _verdict_of(name: str) -> Callable[[EvaluatedSample], float]:

@@ -11,8 +11,16 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from orchestrator.config.run import LogConfig
-from orchestrator.monitoring.metrics import MetricsLog, WandbSink, judge_names, load_wandb, read_metrics
+from orchestrator.monitoring.metrics import (
+    MetricsLog,
+    WandbSink,
+    evaluated_steps,
+    judge_names,
+    load_wandb,
+    read_metrics,
+)
 from quartet.config.base import ConfigError
+from tests.unit.runs_on_disk import evaluate, sample
 
 QUIET = LogConfig(tensorboard=False)
 
@@ -203,11 +211,13 @@ def test_a_resumed_run_forgets_what_it_measured_after_its_checkpoint(
     with MetricsLog.open(tmp_path, QUIET, {}) as log:
         for step in range(4):
             log.write(step, {"score/mean": step / 3})
+            evaluate(tmp_path, step, [sample(0, score=step)])
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "time": 1, "sco')  # killed while it wrote
     with MetricsLog.open(tmp_path, QUIET, {}, resume_after=after) as log:
         assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == kept
+        assert [*evaluated_steps(tmp_path / "evaluations")] == kept
         log.write(after + 1, {})
     # What stays is what was there, byte for byte.
     assert before.startswith(b"".join((tmp_path / "metrics.jsonl").read_bytes().splitlines(True)[:-1]))
