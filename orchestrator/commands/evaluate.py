@@ -32,6 +32,7 @@ from orchestrator.experience.requests import evaluation_requests
 from orchestrator.policy.sampled import sampled_from
 from protos import rollout_pb2
 from quartet.config.base import ConfigError
+from quartet.folders import unusable
 from quartet.models.loading import load_tokenizer
 from quartet.wire.backoff import Deadline
 from quartet.wire.callers import Purpose
@@ -81,12 +82,18 @@ async def evaluate_model(
         note: called with messages for the user.
 
     Raises:
-        ConfigError: the model or split does not exist, or a model or service has another tokenizer.
+        ConfigError: the model or split does not exist, a model or service has another tokenizer, or the samples could
+            not be written.
         Unavailable: the services are not up.
         ServiceError: a service fails or takes too long.
     """
     config = deployment.orchestrator
     split = split or config.data.eval_split or EVAL
+    path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
+    if path.is_dir():
+        raise ConfigError(f"--output: {path} is a folder; name a file in it")
+    if problem := unusable(path.parent):
+        raise ConfigError(f"--output: {path} cannot be written: {problem}")
     with deployment.naming():
         tokenizer = load_tokenizer(config.policy.model)
         judges, environment, agent = load_judges(config), environment_of(config), agent_of(config)
@@ -128,7 +135,6 @@ async def evaluate_model(
     # Of weights that change during a run those of its end.
     scored = collected.scored_by(config.algorithm, config.steps)
     rows = await evaluate_samples(scored, tokenizer, judges, config.evaluation.judge_s)
-    path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
     write_rows(path, rows)
     return Evaluation(f"{model} on {split}", infos["reward"].identity.name, rows, path)
 

@@ -92,6 +92,23 @@ async def test_the_split_is_the_files_unless_it_is_given(
         await evaluate_model(deployment, "current", "other", None, lambda config, purpose: make_services())
 
 
+async def test_a_place_that_could_not_take_the_samples_is_refused_at_the_start(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    deployment = load(tmp_path, policy_folder, [])
+    (tmp_path / "file").touch()
+    refused = {
+        f"^--output: {tmp_path} is a folder; name a file in it$": tmp_path,
+        f"^--output: .* cannot be written: {tmp_path}/file is a file and should be a folder": tmp_path
+        / "file"
+        / "out",
+    }
+    for said, output in refused.items():
+        with pytest.raises(ConfigError, match=said):
+            # Without the port on which nothing listens being asked.
+            await evaluate_model(deployment, "current", "train", output)
+
+
 async def test_services_that_are_down_are_said_to_be(policy_folder: Path, tmp_path: Path) -> None:
     deployment = load(tmp_path, policy_folder, [], target="127.0.0.1:1", timeouts={"info_s": 0.5})
     with pytest.raises(Unavailable) as caught:
