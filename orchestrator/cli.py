@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import itertools
+import math
 import os
 import shlex
 import sys
@@ -403,8 +404,9 @@ def report(
     console.print(summary_table(run_dir))
     for pair in sample_pairs(run_dir, samples) if samples else []:
         console.print(f"\n[bold]{escape(printable(pair.before.prompt))}[/bold]")
-        console.print(f"  before  {pair.before.score:+.2f}  {escape(printable(pair.before.response))}")
-        console.print(f"  after   {pair.after.score:+.2f}  {escape(printable(pair.after.response))}")
+        for when, sample in (("before", pair.before), ("after", pair.after)):
+            score = "  –  " if math.isnan(sample.score) else f"{sample.score:+.2f}"
+            console.print(f"  {when:6}  {score}  {escape(printable(sample.response))}")
     _say(f"wrote {page}")
 
 

@@ -4,6 +4,13 @@ from pydantic import Field, NonNegativeInt, field_validator
 
 from quartet.config.base import Config, Count, Seconds
 
+MEASURED = frozenset({"score", "kl", "length", "truncated", "loss", "accuracy", "unscored"})
+"""Names of what every evaluation measures itself."""
+NAMED = ("score/", "task/")
+"""Beginnings of what an evaluation measures by the names of scores and by tasks."""
+BOUNDS = ("_low", "_high")
+"""Endings of the bounds of each interval."""
+
 
 class EvaluationConfig(Config):
     """Evaluation on held-out prompts while training runs."""
@@ -23,10 +30,13 @@ class EvaluationConfig(Config):
     @field_validator("judges")
     @classmethod
     def _names_are_free(cls, judges: dict[str, str]) -> dict[str, str]:
-        if taken := {"score", "kl", "length", "truncated", "loss", "accuracy", "unscored"} & judges.keys():
+        if taken := MEASURED & judges.keys():
             raise ValueError(
                 f"{', '.join(sorted(taken))}: measured by every evaluation; call the judge something else"
             )
-        if parted := [name for name in judges if name.startswith(("score/", "task/"))]:
-            raise ValueError(f"{', '.join(parted)}: the name of a judge cannot begin with score/ or task/")
+        if wrong := [name for name in judges if name.startswith(NAMED) or name.endswith(BOUNDS)]:
+            raise ValueError(
+                f"{', '.join(wrong)}: the name of a judge cannot begin with {' or '.join(NAMED)}, nor end in "
+                f"{' or '.join(BOUNDS)}, as other measures do"
+            )
         return judges

@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 
 import yaml
 
+from orchestrator.config.evaluation import BOUNDS, MEASURED, NAMED
 from orchestrator.config.run import LogConfig
 from orchestrator.monitoring.jsonl import parse_object
 from quartet.config.base import ConfigError
@@ -29,11 +30,6 @@ CHECKPOINTS, JOURNAL, TRACE, EVALUATIONS = "checkpoints", "journal", "trace.json
 _RUN_OUTPUTS = (FILE, TRACE, "tensorboard", EVALUATIONS, "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
 _EVALUATION = re.compile(r"step-([0-9]+)\.jsonl")
 _YEAR_10000 = 253_402_300_800
-NAMED_EVALUATION_METRICS = ("score/", "task/")
-"""Beginnings of what an evaluation measures by the names of scores and by tasks."""
-_OWN_EVALUATION_METRICS = {
-    *("score", "score_low", "score_high", "kl", "length", "truncated", "loss", "accuracy", "unscored"),
-}
 
 
 class Sink(Protocol):
@@ -177,9 +173,11 @@ def judge_names(names: Iterable[str]) -> list[str]:
     """Names of the judges among metric names; for example `eval/gold` and `eval/gold_low` give gold, and
     `eval/score/right` none."""
     evaluated = dict.fromkeys(name.removeprefix("eval/") for name in names if name.startswith("eval/"))
-    bounds = {f"{name}_{bound}" for name in evaluated for bound in ("low", "high")}
-    own = _OWN_EVALUATION_METRICS | bounds
-    return [name for name in evaluated if name not in own and not name.startswith(NAMED_EVALUATION_METRICS)]
+    return [
+        name
+        for name in evaluated
+        if name not in MEASURED and not name.startswith(NAMED) and not name.endswith(BOUNDS)
+    ]
 
 
 def between(names: Iterable[str], before: str, after: str) -> list[str]:

@@ -3,6 +3,7 @@
 Prompts and responses may hold anything, so all text is escaped and the page's policy allows no script.
 """
 
+import math
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -154,10 +155,9 @@ def _samples(pairs: list[BeforeAfter]) -> str:
 
 
 def _response(heading: str, sample: EvaluatedSample) -> str:
-    facts = [f"score {number(sample.score)}"]
-    facts += [f"{name} {number(value)}" for name, value in sample.scores.items()]
-    facts += [f"{name} {number(value)}" for name, value in sample.judges.items()]
-    facts += [f"KL {number(sample.kl)}", f"{sample.length} tokens" + ("" if sample.ended else ", cut off")]
+    measured = [("score", sample.score), *sample.scores.items(), *sample.judges.items(), ("KL", sample.kl)]
+    facts = [f"{name} {number(value)}" for name, value in measured if not math.isnan(value)]
+    facts += [f"{sample.length} tokens" + ("" if sample.ended else ", cut off")]
     return (
         f"<div><h3>{heading}</h3><p>{escape(sample.response)}</p>"
         f'<p class="note">{escape(" · ".join(facts))}</p></div>'

@@ -44,6 +44,19 @@ def refusal(section: dict[str, Any]) -> str:
             "orchestrator: services.reference: null, but algorithm.kl.coef 0.25 penalises the KL to it; give the "
             "service, or set algorithm.kl.coef to 0",
         ),
+        *(
+            (
+                {"evaluation": {"judges": {name: "recipes.reviews.gold:score"}}},
+                f"orchestrator.evaluation.judges: {name}: {why}",
+            )
+            for name, why in {
+                "kl": "measured by every evaluation; call the judge something else",
+                "score_low": "the name of a judge cannot begin with score/ or task/, nor end in _low or _high, as "
+                "other measures do",
+                "task/sums": "the name of a judge cannot begin with score/ or task/, nor end in _low or _high, as "
+                "other measures do",
+            }.items()
+        ),
         (
             {"services": {"critic": None}},
             "orchestrator: services.critic: null, but algorithm.kind ppo takes its values; give the service, or set "

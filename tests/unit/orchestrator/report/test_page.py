@@ -7,7 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from orchestrator.cli import app
 from orchestrator.report.comparison import read_comparison
 from orchestrator.report.page import write_report
 from orchestrator.report.svg import PALETTE, shortened
@@ -119,6 +121,18 @@ def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
         assert absent not in page.text
     measure(tmp_path, [])
     assert "Nothing was recorded." in Page(write_report(tmp_path)).text
+
+
+def test_a_number_that_a_sample_lacks_is_left_out(tmp_path: Path) -> None:
+    measure(tmp_path, [{"step": 0, "eval/length": 10.0}])
+    for step in (0, 2):
+        evaluate(tmp_path, step, [sample(0, kl=None, score=None, scores={"right": None, "brief": 1.0})])
+    page = write_report(tmp_path).read_text()
+    assert '<p class="note">brief 1.00 · 10 tokens</p>' in page
+    assert "nan" not in page
+    done = CliRunner().invoke(app, ["report", "--samples", "1", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "nan" not in done.output
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
