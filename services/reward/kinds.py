@@ -29,7 +29,7 @@ def _pattern(text: str) -> str:
 
     try:
         regex.compile(text)
-    except (regex.error, RecursionError) as error:
+    except (regex.error, ValueError, RecursionError) as error:
         raise ValueError(f"is no regular expression: {error}") from None
     return text
 
@@ -235,8 +235,9 @@ class ColumnScorerConfig(_Kind):
     column: Annotated[str, Field(min_length=1)] = "result"
     """Name of the column. An agent's result is in `result`."""
     missing: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """Score of a pair without the column, such as a conversation without room for another response, at which its
-    agent raised an error. Null: it has no score, which ends a run unless `orchestrator.unscored` drops it."""
+    """Score of a pair without the column, or with null in it, such as a conversation without room for another
+    response, at which its agent raised an error. Null: it has no score, which ends a run unless
+    `orchestrator.unscored` drops it."""
 
 
 class JsonSchemaScorerConfig(_AnswerKind):
@@ -253,9 +254,13 @@ class JsonSchemaScorerConfig(_AnswerKind):
         import jsonschema
 
         try:
+            if not isinstance(self.json_schema.get("$schema", ""), str):
+                raise ValueError
             jsonschema.validators.validator_for(self.json_schema).check_schema(self.json_schema)
         except jsonschema.SchemaError as error:
             yield f"json_schema: is no schema: {error.message} at {error.json_path}"
+        except ValueError:
+            yield "json_schema: $schema should be an address, such as https://json-schema.org/draft/2020-12/schema"
         if outside := next((ref for ref in _references(self.json_schema) if not ref.startswith("#")), ""):
             yield f"json_schema: refers to {outside!r}, which would have to be fetched; copy it into $defs"
 

@@ -122,10 +122,8 @@ def _tests(value: Any) -> Iterator[tuple[str, str, str | None]]:
     """(asserts, input, output) of each test; the output is None for asserts."""
     found: Any = value
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(value)
-        except ValueError:
-            found = value
     if isinstance(found, Mapping):
         inputs, outputs = found.get("inputs"), found.get("outputs")
         if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):

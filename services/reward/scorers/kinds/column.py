@@ -17,7 +17,8 @@ def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
     column, missing = options["column"], options["missing"]
 
     def one(pair: Pair) -> Given:
-        value = pair.columns.get(column, missing)
+        value = pair.columns.get(column)
+        value = missing if value is None else value
         if isinstance(value, int | float) and abs(value) <= _LARGEST:  # true and false are 1 and 0
             return float(value)
         told = "is missing" if value is None else "holds no number"

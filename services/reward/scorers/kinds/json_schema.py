@@ -33,7 +33,7 @@ def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
             return 0.0
         try:
             return float((wanted if own is None else own).is_valid(value))
-        except RecursionError:
+        except (RecursionError, OverflowError):  # the latter for a number beyond any float
             return 0.0
         except Unresolvable:
             raise UnusableError("refers to another document") from None
@@ -42,6 +42,8 @@ def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
 
 
 def _validator(schema: Mapping[str, Any]) -> Any:
+    if not isinstance(schema.get("$schema", ""), str):
+        raise ValueError("$schema is no address")
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     kind.check_schema(schema)
     return kind(schema, registry=Registry())  # which fetches nothing

@@ -16,7 +16,7 @@ def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
     def compiled(value: Any) -> Any:
         try:
             return regex.compile(text(value))
-        except (regex.error, RecursionError):
+        except (regex.error, ValueError, RecursionError):
             raise UnusableError("is no regular expression") from None
 
     def score(answer: str, wanted: Any) -> float:

@@ -95,7 +95,9 @@ def test_regular_expressions() -> None:
     whole = made(kind="regex", pattern=r"\d+", whole=True)
     assert told(whole, [("77", ""), ("77 ", "")]) == [1, 0]
     own = made(kind="regex")
-    assert told(own, [("7", r"^\d$"), ("x", r"^\d$"), ("7", "("), ("7", "")]) == [1, 0, *[NOT_APPLICABLE] * 2]
+    labels = ["(", "{8{6s<[#", ""]
+    wrong = [NOT_APPLICABLE] * len(labels)
+    assert told(own, [("7", r"^\d$"), ("x", r"^\d$"), *(("7", each) for each in labels)]) == [1, 0, *wrong]
 
 
 def test_a_column_holds_the_score_itself() -> None:
@@ -111,8 +113,8 @@ def test_a_column_holds_the_score_itself() -> None:
 
 def test_a_pair_without_the_column_has_the_score_that_is_said() -> None:
     scorer = made(kind="column", missing=-1)
-    columns: list[dict[str, Any]] = [{"result": 0.5}, {}, {"result": "x"}]
-    assert told(scorer, [Pair("", "", columns=each) for each in columns]) == [0.5, -1, NOT_APPLICABLE]
+    columns: list[dict[str, Any]] = [{"result": 0.5}, {}, {"result": None}, {"result": "x"}]
+    assert told(scorer, [Pair("", "", columns=each) for each in columns]) == [0.5, -1, -1, NOT_APPLICABLE]
     with pytest.raises(ValidationError, match="missing"):
         config(kind="column", missing=math.inf)
 
@@ -132,8 +134,11 @@ def test_json_schemas() -> None:
     assert told(fenced, [('Here:\n```json\n{"name": "ab"}\n```', ""), ('{"name": "ab"}', "")]) == [1, 0]
     own = made(kind="json_schema", expected="schema")
     columns: list[Any] = [{"type": "array"}, '{"type": "object"}', {"type": "nonsense"}, "no JSON", 7]
+    columns += [{"$schema": 3}, {"$schema": []}, {"$schema": None}, {"$schema": "http://["}]
     pairs = [Pair("", "[]", columns={"schema": each}) for each in columns]
-    assert told(own, pairs) == [1, 0, *[NOT_APPLICABLE] * 3]
+    assert told(own, pairs) == [1, 0, *[NOT_APPLICABLE] * 7]
+    cents = made(kind="json_schema", json_schema={"multipleOf": 0.01})
+    assert told(cents, [(each, "") for each in ("0.25", "0.255", "1e999", "1" + "0" * 400)]) == [1, 0, 0, 0]
     away = Pair("", "[]", columns={"schema": {"$ref": "http://127.0.0.1:1/schema"}})
     assert told(own, [away]) == [NOT_APPLICABLE]
 
@@ -215,6 +220,7 @@ def test_programs_pass_their_asserts(code: FunctionScorer) -> None:
         (fenced(f"{right}\nimport os\nos._exit(0)"), ASSERTS): 0,
         (fenced(right), ""): NOT_APPLICABLE,
         (fenced(right), "[7]"): NOT_APPLICABLE,
+        (fenced(right), "[" * 100_000): 0,
     }
     assert told(code, [*cases]) == [*cases.values()]
 
@@ -314,9 +320,15 @@ def test_programs_have_limits(network: bool, tmp_path: Path) -> None:
     ("scorer", "message"),
     [
         ({"kind": "regex", "pattern": "("}, "scorer.pattern: is no regular expression: missing )"),
+        ({"kind": "regex", "pattern": "{8{6s<[#"}, "scorer.pattern: is no regular expression: "),
         ({"kind": "exact", "extract": "[a"}, "scorer.extract: is no regular expression: "),
         ({"kind": "exact", "normalise": ["trim"]}, "scorer.normalise.0: "),
         ({"kind": "json_schema", "json_schema": {"type": 7}}, "json_schema: is no schema: 7 is not valid under"),
+        ({"kind": "json_schema", "json_schema": {"$schema": 3}}, "json_schema: $schema should be an address, such"),
+        (
+            {"kind": "json_schema", "json_schema": {"$schema": "http://["}},
+            "json_schema: $schema should be an address",
+        ),
         (
             {"kind": "json_schema", "json_schema": {"$ref": "http://a/b"}},
             "json_schema: refers to 'http://a/b', which",
