@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from ray.serve.exceptions import gRPCStatusError
 
+from quartet.wire.errors import ServiceError
+
 log = logging.getLogger("quartet")
 EVERY_S = 10.0
 """Seconds in which lines are counted."""
@@ -36,8 +38,9 @@ class Refusals:
 class FailedCalls(logging.Filter):
     """Shortens what Serve logs about a call that a replica answered with an error, and drops most of very many.
 
-    Serve writes the whole trace, in the proxy and again in the replica: 2.6 kB for each mistake of a client, into
-    files that are not rotated. The trace of an error of our own is in the replica's log already.
+    Serve writes the whole trace, in the proxy, in the replica, and in a replica that this one asks: 2.6 kB each for a
+    mistake of a client, into files that are not rotated. The trace of an error of our own is in the replica's log
+    already.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,15 +52,16 @@ class FailedCalls(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """False drops the record; others pass, those of failed calls without their trace."""
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, gRPCStatusError):
+        if not isinstance(error, gRPCStatusError | ServiceError):
             return True
+        error = getattr(error, "cause", error)  # of one that Ray passed on
         if self._clock() - self._since >= EVERY_S:
             self._since, self._lines = self._clock(), 0
         if self._lines == LINES:
             self._dropped += 1
             return False
         more = f" ({self._dropped} more before this line)" if self._dropped else ""
-        reason = " ".join(str(error.original_exception).split())[:_LONGEST]
+        reason = " ".join(str(getattr(error, "original_exception", error)).split())[:_LONGEST]
         record.msg, record.args = f"{record.getMessage()} {reason}{more}", ()
         record.exc_info = record.exc_text = None
         self._lines, self._dropped = self._lines + 1, 0

@@ -37,6 +37,16 @@ def test_so_is_one_that_ray_passed_on_to_the_proxy() -> None:
     assert logging.Formatter().format(record) == "Request failed. too many"
 
 
+def test_so_is_one_of_a_replica_that_another_one_asks() -> None:
+    for error in (
+        InvalidArgument("pairs: empty"),
+        RayTaskError("scored", "Traceback\n" * 50, InvalidArgument("pairs: empty")).as_instanceof_cause(),
+    ):
+        record = failed(error)
+        assert FailedCalls().filter(record)
+        assert logging.Formatter().format(record) == "Request failed. pairs: empty"
+
+
 def test_a_long_reason_is_cut() -> None:
     record = failed(status("x" * 5000))
     assert FailedCalls().filter(record)
