@@ -223,7 +223,9 @@ class Door:
         # One may say of which scorer, the other which of its scores.
         shorter, name = sorted((named, by_address), key=len)
         if shorter and not f"{name}/".startswith(f"{shorter}/"):
-            raise InvalidArgument(f"{by}: {named[:64]!r}, but the address names {by_address!r}; name one of them")
+            raise InvalidArgument(
+                f"{by}: {named[:64]!r}, but the address names {by_address[:64]!r}; name one of them"
+            )
         known = self._scorers.listed()
         if not name:
             name = next(iter(known)) if len(known) == 1 else ""

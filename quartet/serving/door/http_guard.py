@@ -32,9 +32,10 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_SCORER = re.compile(r"\A/scorers/[A-Za-z0-9._-]{1,64}(?=/)")
-"""The name of a scorer before a path of a reward application, for clients that can name it only by an address."""
-_SCORE = re.compile(r"\A/[A-Za-z0-9._-]{1,64}(?=/)")
+_SCORER = re.compile(r"\A/scorers/[^/]{1,256}(?=/)")
+"""The name of a scorer before a path of a reward application, for clients that can name it only by an address. The
+replica says whether there is one of that name."""
+_SCORE = re.compile(r"\A/[^/]{1,256}(?=/)")
 """The name of one of its scores after that."""
 KEY = "quartet-session-key"
 """Header with the key of a session that is being started, for the replica to answer with."""

@@ -381,6 +381,7 @@ async def test_the_shares_limits_are_those_of_grpc(folders: tuple[str, str]) -> 
         identity = "function:tests.unit.reward_door:length"
         assert (await asked(port, "/v1/models")).json["data"][0]["id"] == identity
         assert (await asked(port, "/v1/rewards", {"scorer": identity, "pairs": PAIRS})).status == 200
+        assert (await asked(port, f"/scorers/{identity}/score", {"text_1": "w5", "text_2": "w7"})).status == 200
         assert (await asked(port, "/scorers/other/score", {"text_1": "w5", "text_2": "w7"})).status == 404
 
 

@@ -8,6 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from urllib.parse import quote
 
 import pytest
 import yaml
@@ -184,7 +185,7 @@ async def test_other_paths_methods_and_applications_are_not_served(keys: Keys) -
             *("/critic/v1/models", "/reward/v1/completions", "/reward/docs", "/rollout/get_reward"),
             *("/reward/scorers/a", "/reward/scorers/a/", "/reward/scorers/a/b/c/score", "/reward/scorers/a//score"),
             *("/reward/score/scorers/a/score", "/rollout/scorers/a/v1/models"),
-            *("/reward/scorers//score", "/reward/scorers/%2F/score"),
+            *("/reward/scorers//score", "/reward/scorers/%2F/score", f"/reward/scorers/{'a' * 257}/score"),
             *("/-/routes", "/-/healthz", "/rolloutv1/models", "/v1/models"),
             *("/rollout/v1//models", "/rollout/v1/completions/../../../critic", "/rollout/%2e%2e/critic"),
         ):
@@ -200,10 +201,10 @@ async def test_other_paths_methods_and_applications_are_not_served(keys: Keys) -
 
 async def test_a_scorer_may_be_named_by_the_address_which_the_replica_reads(keys: Keys) -> None:
     async with http_door(guarded(keys)) as (port, replicas):
-        for path in ("taste/get_reward", "a.b-c_1/score", "two/score/score", "two/a.b/v1/rewards"):
-            path = f"/reward/scorers/{path}"
-            assert (await ask(port, path, {}, proof(keys, "evaluator"))).status == 200
-            assert (await ask(port, path, {}, proof(keys, "client"))).status == 403
+        names = ("taste", "a.b-c_1", "two/score", "two/a.b", "function:my_reward:score", "größe/länge", "a" * 256)
+        for path in (f"/reward/scorers/{name}/{below}" for name in names for below in ("score", "v1/rewards")):
+            assert (await ask(port, quote(path), {}, proof(keys, "evaluator"))).status == 200
+            assert (await ask(port, quote(path), {}, proof(keys, "client"))).status == 403
             assert replicas.seen.pop()[0] == path
 
 
