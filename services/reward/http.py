@@ -264,7 +264,7 @@ class Door:
         try:
             reply = await self._scorers.score(made, share_of_request(request), request.url.path.rpartition("/")[2])
         except ServiceError as error:
-            raise requests.in_terms_of(error, field) from None
+            raise requests.in_terms_of(error, field, by) from None
         return Table(reply, rows, choice)
 
     def _add_routes(self, app: FastAPI) -> None:
@@ -316,9 +316,9 @@ class Door:
         async def score(asked: fields.ScoreRequest, request: Request) -> Response:
             prompts, responses = asked.sides
             prompts = [*prompts] * len(responses) if len(prompts) == 1 else prompts
-            made = requests.of_texts(prompts, responses)
-            table = await self._score(request, asked.model, made, len(responses), "text_2", one=True)
-            table.check_scored("text_2")
+            made, field = requests.of_texts(prompts, responses), asked.names[1]
+            table = await self._score(request, asked.model, made, len(responses), field, one=True)
+            table.check_scored(field)
             data = [fields.ScoreData(index=row, score=table.one(row)) for row in range(len(responses))]
             return _json(fields.ScoreAnswer(data=data, **_listed("score", asked.model, table)))
 
@@ -342,13 +342,17 @@ class Door:
         @post("/tokenize", fields.TokenizeAnswer, "vLLM")
         async def tokenize(asked: fields.TokenizeRequest, request: Request) -> Response:
             scorer, share = self._choice(request, asked.model, "model").scorer, share_of_request(request)
-            ids, most = await self._scorers.token_ids(scorer, asked.prompt, asked.add_special_tokens, share)
+            try:
+                ids, most = await self._scorers.token_ids(scorer, asked.prompt, asked.add_special_tokens, share)
+            except ServiceError as error:
+                raise requests.in_terms_of(error, "prompt", "model") from None
             return _json(fields.TokenizeAnswer(count=len(ids), max_model_len=most, tokens=[*ids]))
 
         @post("/predict", fields.PredictAnswer, "Text Embeddings Inference")
         async def predict(asked: fields.PredictRequest, request: Request) -> Response:
             single, prompts, responses = requests.inputs(asked.inputs)
-            table = await self._score(request, "", requests.of_texts(prompts, responses), len(responses), "inputs")
+            made = requests.of_texts(prompts, responses)
+            table = await self._score(request, "", made, len(responses), "inputs", by="address")
             table.check_scored("inputs")
             top = asked.parameters.get("top_k")
             rows = [

@@ -205,19 +205,25 @@ class ScoreRequest(_Pooling):
         prompts, responses = self.sides
         if len(prompts) not in (1, len(responses)):
             raise ValueError(
-                f"{len(prompts)} prompts for {len(responses)} responses; send one for each, or one for all"
+                f"{self.names[0]}: {len(prompts)} prompts for {len(responses)} responses; send one for each, or one "
+                "for all"
             )
         return self
 
     @property
-    def sides(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Prompts, and responses. ValueError unless exactly one pair of fields is given."""
+    def names(self) -> tuple[str, str]:
+        """Names of the fields of the prompts and of the responses. ValueError unless exactly one pair is given."""
         names = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
         given = {name for pair in names for name in pair if getattr(self, name) is not None}
         found = [pair for pair in names if given == {*pair}]
         if not found:
             raise ValueError("should have text_1 and text_2, or queries and documents")
-        prompts, responses = (_listed(getattr(self, name)) for name in found[0])
+        return found[0]
+
+    @property
+    def sides(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Prompts, and responses."""
+        prompts, responses = (_listed(getattr(self, name)) for name in self.names)
         return prompts, responses
 
 

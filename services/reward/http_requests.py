@@ -16,6 +16,7 @@ from quartet.wire.errors import InvalidArgument, ServiceError
 from services.reward.http_fields import GivenPair, Message, RewardsRequest
 
 _IN_WIRE = re.compile(r"\A(?:tokens|texts|conversations)(?:\.(?:prompts|responses|lengths|messages))?(?=[\[.:])")
+_SCORER = re.compile(r"\Ascorer(?=: )")
 _TEXT_PARTS = ("output_text", "input_text", "text")
 """Types of a message's parts that are text."""
 
@@ -181,9 +182,10 @@ def _packed(sides: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bytes:
     return Columns.of(ids, lengths.reshape(-1, 2).sum(1, dtype=np.int32), sampled).pack()
 
 
-def in_terms_of(error: ServiceError, field: str) -> ServiceError:
-    """The same error, which names a field of the body in the place of that of the wire."""
-    message = _IN_WIRE.sub(field, str(error), count=1)
+def in_terms_of(error: ServiceError, field: str, by: str) -> ServiceError:
+    """The same error, which names a field of the body in the place of that of the wire: the one that holds the pairs,
+    or `by`, by which the scorer is named."""
+    message = _SCORER.sub(by, _IN_WIRE.sub(field, str(error), count=1))
     if message == str(error):
         return error
     error.args = (message,)
