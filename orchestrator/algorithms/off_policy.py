@@ -90,10 +90,11 @@ def measures(
     sampled: Tensor,
     cap: float | None,
     band: tuple[float, float] | None,
+    segments: Tensor | None = None,
     sequence: bool = False,
 ) -> dict[str, float]:
-    """Measures of a batch's correction, or of clip dis in its place. All [B, T] -> numbers. `sequence` says that it
-    takes the ratio of a whole response, as `correction_weights`.
+    """Measures of a batch's correction, or of clip dis in its place, given as to `correction_weights`. All [B, T] ->
+    numbers.
 
     `ess`, the effective sample size (sum k)^2 / sum k^2 as a share of the tokens (Kish 1965), 1 on-policy; quantiles
     of k; `corrected`, the share of tokens whose weight is truncated or that are left out.
@@ -107,11 +108,20 @@ def measures(
     del k  # twice as large as a column
     if kind == "dis":
         low, high = band_of(kind, band)
-        r = sequence_ratio(old_logprobs, logprobs, mask, None) if sequence else ratio(old_logprobs, logprobs, mask)
+        sides = old_logprobs, logprobs, mask
+        r = sequence_ratio(*sides, segments) if sequence else ratio(*sides)
         corrected = (r <= low) | (r >= high)
     else:
         weights = correction_weights(
-            kind, old_logprobs, logprobs, mask, sampled=sampled, cap=cap, band=band, sequence=sequence
+            kind,
+            old_logprobs,
+            logprobs,
+            mask,
+            sampled=sampled,
+            cap=cap,
+            band=band,
+            segments=segments,
+            sequence=sequence,
         )
         limit = torch.inf if cap is None else cap
         corrected = (weights == 0) if kind in ("icepop", "geometric", "decoupled") else (weights >= limit)

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestrator.experience.experience import Collected, scores_of
@@ -59,6 +60,17 @@ class Batch:
     def mask(self) -> Tensor:
         """True on the sampled tokens that are trained on, [B, T] bool."""
         return self.sampled if "trained" not in self.columns else self.column("trained")
+
+    @property
+    def sequences(self) -> Tensor | None:
+        """The sequence of its trajectory that a sampled token is in, from 0, [B, T] int64; None where each trajectory
+        is one."""
+        columns = self.columns
+        if columns.begins is None:
+            return None
+        begun = np.cumsum(columns.begins)
+        places: NDArray[np.int64] = begun[columns.sampled_at] - begun[columns.starts][columns.owners]
+        return torch.from_numpy(columns.with_sampled(sequence=places).padded("sequence"))
 
     def sampled_since(self, version: int) -> Tensor:
         """True on the tokens that were sampled by this version or a later one, [B, T] bool."""

@@ -202,6 +202,15 @@ def _off_policy(
     if not algorithm.corrects:
         return metrics
     kind = "dis" if algorithm.clip == "dis" else algorithm.correction
-    sequence = algorithm.ratio == "sequence"
-    cost = measures(kind, own_logprobs, batch.logprobs, mask, sampled=sampled, cap=cap, band=band, sequence=sequence)
+    cost = measures(
+        kind,
+        own_logprobs,
+        batch.logprobs,
+        mask,
+        sampled=sampled,
+        cap=cap,
+        band=band,
+        segments=batch.sequences,
+        sequence=algorithm.ratio == "sequence",
+    )
     return metrics | {f"off_policy/{name}": value for name, value in cost.items()}

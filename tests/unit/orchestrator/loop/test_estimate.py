@@ -11,8 +11,10 @@ from orchestrator.algorithms.contract import Algorithm, KLConfig
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.algorithms.registry import DEFAULT, algorithms
 from orchestrator.algorithms.rewards import Normalisers, RunningNormaliser
+from orchestrator.experience.experience import Collected
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages, measure_distance, old_logprobs_of
+from quartet.columns import Columns
 from services.rollout.sample import FinishReason, Sample
 from tests.trajectories import cut
 from tests.unit.algorithm_settings import plain
@@ -284,6 +286,35 @@ def test_metrics_by_hand() -> None:
     }
     assert metrics.keys() == expected.keys()
     assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+def several_sequences() -> Batch:
+    """One of two sequences, each of two sampled tokens, and one of a single sequence."""
+    sampled = np.asarray([0, 1, 1, 0, 1, 1, 0, 1], np.bool_)
+    begins = np.arange(8) == 3
+    columns = Columns.of(np.arange(8, dtype=np.int32), np.asarray([6, 2], np.int32), sampled, begins)
+    engine = np.zeros(5, np.float32)
+    columns = columns.with_sampled(logprobs=engine, ref_logprobs=engine, versions=np.zeros(5, np.int64))
+    return Batch.of(Collected(columns, make_prompts(2), 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"correction": "geometric"},
+        {"correction": "icepop", "ratio": "sequence"},
+        {"clip": "dis", "ratio": "sequence"},
+    ],
+)
+def test_the_correction_is_measured_sequence_by_sequence_as_it_is_trained(algorithm: dict[str, Any]) -> None:
+    """Ratios of e^2 and e^-2 of the two, which are 1 together."""
+    batch = several_sequences()
+    assert batch.sequences is not None
+    assert batch.sequences.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    own = [np.asarray([1.5, 2.5, -1.5, -2.5], np.float32), np.zeros(1, np.float32)]
+    settings = algorithms()["grpo"](kind="grpo", samples_per_prompt=2, **algorithm)
+    assert measure_distance(batch, own, settings, 0).metrics["off_policy/corrected"] == pytest.approx(4 / 5)
+    assert Batch.of(collected(BATCH)).sequences is None
 
 
 def test_columns_are_made_of_rows_and_rows_of_columns() -> None:
