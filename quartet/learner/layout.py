@@ -34,10 +34,20 @@ class Layout(BaseModel):
     """True if the attention layers are not trained, so that the optimizer has no state of them."""
     ema: bool
     """True if the learner keeps a running mean of its weights."""
+    adam_offload: bool | None = None
+    """True if AdamW runs in host memory, which keeps its state in other groups of parameters; null where there are so
+    few that they are one group either way."""
 
     @classmethod
-    def of(cls, config: LearnerConfig, parameters: int, step: int) -> Self:
-        """The layout of a learner with this configuration."""
+    def of(cls, config: LearnerConfig, parameters: int, step: int, *, grouped: bool = True) -> Self:
+        """The layout of a learner with this configuration.
+
+        Args:
+            config: the configuration.
+            parameters: number of the model's parameters, adapters included.
+            step: the last step trained.
+            grouped: False if it is known that the trained parameters are one group of the optimizer.
+        """
         return cls(
             step=step,
             parameters=parameters,
@@ -48,6 +58,7 @@ class Layout(BaseModel):
             lora_rank=config.lora.rank if config.lora else None,
             freeze_attention=config.freeze_attention,
             ema=config.ema_decay is not None,
+            adam_offload=config.adam_offload if grouped else None,
         )
 
     @classmethod
@@ -68,10 +79,13 @@ class Layout(BaseModel):
 
     def check(self, mine: "Layout") -> None:
         """Raises InvalidArgument, naming the differences, unless a learner of layout `mine` can resume from this."""
+        names = [name for name in Layout.model_fields if name != "step"]
+        if None in (self.adam_offload, mine.adam_offload):
+            names.remove("adam_offload")
         differ = [
             f"{name}: {getattr(self, name)!r} in the checkpoint, {getattr(mine, name)!r} here"
-            for name in Layout.model_fields
-            if name != "step" and getattr(self, name) != getattr(mine, name)
+            for name in names
+            if getattr(self, name) != getattr(mine, name)
         ]
         if differ:
             raise InvalidArgument(f"a checkpoint of another layout: {'; '.join(differ)}")

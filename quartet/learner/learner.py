@@ -133,7 +133,7 @@ class RankLearner(TrainedModule):
 
     def _layout(self, step: int) -> Layout:
         numbers = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
-        return Layout.of(self._config, numbers, step)
+        return Layout.of(self._config, numbers, step, grouped=self.has_groups)
 
     def _own_state(self) -> dict[str, Any]:
         """The part of the state that DeepSpeed does not save."""

@@ -191,6 +191,15 @@ class TrainedModule:
         self._engine.step()
         return numbers
 
+    @property
+    def has_groups(self) -> bool:
+        """True if the trained parameters are more than a group of the optimizer's; with adam_offload there are fewer
+        groups, or only one."""
+        trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
+        # With ZeRO 3 a parameter has no elements but in a pass.
+        count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+        return bool(count > _most(self._config))
+
     def check_weights(self) -> None:
         """Raises NotFinite on all ranks unless all weights are finite. Every rank calls it."""
         check_weights(self.module, self._ranks, self.device)
@@ -284,8 +293,12 @@ def _groups(trained: list[nn.Parameter], config: LearnerConfig) -> list[nn.Param
     """Parameters in the groups in which the optimizer steps: of ZeRO 1 and 2 on the device."""
     if config.zero_stage not in (1, 2) or config.adam_offload:
         return trained
-    most = GROUP_ELEMENTS * config.ranks // config.tensor_parallel.size
-    return [{"params": group} for group in grouped(trained, nn.Parameter.numel, most)]
+    return [{"params": group} for group in grouped(trained, nn.Parameter.numel, _most(config))]
+
+
+def _most(config: LearnerConfig) -> int:
+    """Most parameters of a group, before ZeRO divides them."""
+    return GROUP_ELEMENTS * config.ranks // config.tensor_parallel.size
 
 
 def _numbers(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:

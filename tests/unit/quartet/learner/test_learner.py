@@ -226,6 +226,27 @@ def test_a_resumed_learner_clips_as_it_is_configured(policy_folder: Path, tmp_pa
     assert float((weights(learner.module) - weights(plain)).abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize(("before", "now"), [(False, True), (True, False)])
+def test_adam_is_offloaded_from_a_checkpoint_on_if_its_state_is_in_one_group(
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool, now: bool
+) -> None:
+    """The network has 41 parameters, in groups of 41 and of 40."""
+    for most in (41, 40):
+        monkeypatch.setattr(module, "GROUP_ELEMENTS", most)
+        folder, first = tmp_path / str(most), make_learner(policy_folder, zero_stage=1, adam_offload=before)
+        train(first, [batches(1)])
+        first.take_snapshot(folder, 1, copies=False)
+        second = make_learner(policy_folder, zero_stage=1, adam_offload=now)
+        if most == 40:
+            with pytest.raises(InvalidArgument, match=rf"adam_offload: {before} in the checkpoint, {now} here"):
+                second.restore(folder)
+            continue
+        second.restore(folder)
+        for learner in (first, second):
+            train(learner, [batches(1)])
+        assert float((weights(second.module) - weights(first.module)).abs().max()) < 1e-6
+
+
 @pytest.mark.parametrize("copies", [True, False])
 def test_the_model_of_a_snapshot_is_the_running_mean(policy_folder: Path, tmp_path: Path, copies: bool) -> None:
     learner = make_learner(policy_folder, ema_decay=0.75)
