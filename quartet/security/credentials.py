@@ -142,19 +142,11 @@ def _open(target: str, credentials: Credentials, file: Path) -> grpc.aio.Channel
 def _secured(target: str, credentials: Credentials, file: Path, token: Path | None) -> grpc.aio.Channel:
     key, certificate = (_given(credentials, file, field) for field in ("key", "certificate"))
     if key is not None and certificate is not None:
-        _check_certificate(certificate, key, f"{file}.certificate, key")
+        check_pair(certificate, key, f"{file}.certificate, key")
     secure = grpc.ssl_channel_credentials(_given(credentials, file, "ca"), key, certificate)
     if token is not None:
         secure = grpc.composite_channel_credentials(secure, grpc.metadata_call_credentials(BearerPlugin(token)))
     return open_channel(target, secure, server_name=credentials.server_name)
-
-
-def _check_certificate(certificate: bytes, key: bytes, where: str) -> None:
-    """Raises ConfigError unless both belong together, which they don't while only one of the two is replaced."""
-    try:
-        check_pair(certificate, key)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

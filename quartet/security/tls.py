@@ -82,24 +82,21 @@ def _files(tls: Tls) -> list[str]:
 
 def _configuration(tls: Tls) -> grpc.ServerCertificateConfiguration:
     certificate, key = Path(tls.certificate).read_bytes(), Path(tls.key).read_bytes()
-    try:
-        check_pair(certificate, key)
-    except ValueError as error:
-        raise ConfigError(f"{tls.certificate}, {tls.key}: {error}") from None
+    check_pair(certificate, key, f"{tls.certificate}, {tls.key}")
     authorities = None if tls.client_ca is None else Path(tls.client_ca).read_bytes()
     return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=authorities)
 
 
-def check_pair(certificate: bytes, key: bytes) -> None:
-    """Raises ValueError unless both can be read, without a password, and belong together. They don't while only one
-    of the two has been replaced, and gRPC would then have neither."""
+def check_pair(certificate: bytes, key: bytes, where: str) -> None:
+    """Raises ConfigError, at `where`, unless both can be read, without a password, and belong together. They don't
+    while only one of the two has been replaced, and gRPC would then have neither."""
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
         certified, own = x509.load_pem_x509_certificate(certificate), load_pem_private_key(key, None)
-    except (TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
-        raise ValueError(str(error)) from None
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
+        raise ConfigError(f"{where}: {error}") from None
     if certified.public_key() != own.public_key():
-        raise ValueError("the key is not that of the certificate")
+        raise ConfigError(f"{where}: the key is not that of the certificate")

@@ -40,7 +40,7 @@ class Doors(HealthMixin, HttpMixin, ABC):
         from services.reward.http import Door
         from services.reward.metrics import Metrics, text_of
 
-        self._counted, self._text_of = Received, text_of
+        self._received, self._text_of = Received, text_of
         self._metrics = Metrics()
         self._door = Door(self) if Port.of().http else None
         self._everyone = everyone() if self._door else None
@@ -94,7 +94,7 @@ class Doors(HealthMixin, HttpMixin, ABC):
     async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
         """The answer to a request that came by this door, measured."""
         try:
-            rows = self._counted(request).rows
+            rows = self._received(request).rows
         except InvalidArgument:
             rows = 0  # said by the scorer, to the caller
         with self._metrics.call(self.label(request.scorer), door, rows) as answered:

@@ -8,9 +8,9 @@ admitted, in whose share they wait and what becomes of a pair is decided behind 
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +23,6 @@ from starlette.types import Receive, Scope, Send
 
 from protos import reward_pb2 as pb
 from quartet.serving.http import health, refusal, refused, share_of_request
-from quartet.serving.share import Share
 from quartet.wire.codec import unpack_floats
 from quartet.wire.errors import InvalidArgument, NotFound, ServiceError
 from quartet.wire.http_errors import HttpError, http_error
@@ -33,7 +32,9 @@ from quartet.wire.pairs import SCORE
 from services.reward import http_fields as fields
 from services.reward import http_requests as requests
 from services.reward.aggregates import aggregated
-from services.reward.names import Listed
+
+if TYPE_CHECKING:
+    from services.reward.doors import Doors
 
 _NAMED = re.compile(r"\A/scorers/([^/]+)(/.*)\Z")
 """The name of a scorer before a path, for clients that can name it only by an address."""
@@ -46,29 +47,6 @@ _SCORER = "quartet.scorer"
 _OF_FAILURES = ("failure_kind", "failure_reason", "_ng_failure_class")
 """Fields of NeMo Gym's answer for a response without a score."""
 Asked = TypeVar("Asked", bound=BaseModel)
-
-
-class Scorers(Protocol):
-    """The scorers behind the door."""
-
-    async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
-        """Scores pairs, for a caller's share. Raises ServiceError. `door` is the path, for metrics."""
-
-    def listed(self) -> Mapping[str, Listed]:
-        """The scorers, by the names that requests choose them by."""
-
-    async def infos(self) -> pb.RewardInfo:
-        """Describes the scorers."""
-
-    async def token_ids(self, scorer: str, text: str, special: bool, share: Share) -> tuple[Sequence[int], int]:
-        """The ids of a text by a scorer's tokenizer, with its special tokens or without, and the most that a pair may
-        have; for a caller's share. Raises ServiceError."""
-
-    async def works(self, scorer: str) -> bool:
-        """True if the scorer that is named works, or any of them if none is."""
-
-    async def metrics(self) -> bytes:
-        """Metrics of all replicas, in Prometheus' text format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +156,7 @@ class _Route(APIRoute):
 class Door:
     """Answers the requests of one replica."""
 
-    def __init__(self, scorers: Scorers) -> None:
+    def __init__(self, scorers: "Doors") -> None:
         self._scorers = scorers
         self._app = app = FastAPI(
             title="Quartet's reward service",

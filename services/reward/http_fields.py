@@ -434,10 +434,8 @@ class VerifyAnswer(VerifyRequest):
     failure_reason: str | None = None
 
 
-class AggregateRequest(BaseModel):
+class AggregateRequest(Body):
     """NeMo Gym's request to /aggregate_metrics."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     verify_responses: Annotated[list["VerifyFacts"], Field(max_length=MOST_ROWS)]
     """Answers of /verify, of which only the numbers are read."""

@@ -393,11 +393,6 @@ class RemoteScorerConfig(WorkerScorerConfig):
     """Names of its scores, in its order, if it gives several for each pair."""
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The fields."""
-        return {**(super().options or {}), "names": self.names}
-
-    @property
     def variables(self) -> tuple[str, ...]:
         """The variables named, that of the key, and that of the credentials if it is set."""
         key = [self.api_key] if self.api_key else []

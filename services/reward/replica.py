@@ -42,7 +42,7 @@ class Reward(Doors):
         # Imported here because Serve builds the application in a process that then need not load torch.
         from quartet.models.device import default_device
         from quartet.models.loading import load_tokenizer
-        from services.reward.encoding import Encoder, Received, size_of
+        from services.reward.encoding import Encoder, size_of
         from services.reward.scorers.make import make_scorer
 
         prepare_replica()
@@ -69,8 +69,7 @@ class Reward(Doors):
             each=len(scorer.names) or 1,
         )
         self._desk, self._tokenizing = Desk(hosted.limits), DaemonThread("tokenizer")
-        self._received, self._size_of = Received, size_of
-        self._check = scorer.check
+        self._size_of, self._check = size_of, scorer.check
         self._open()
 
     async def check_health(self) -> None:

@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+
+from starlette.types import Message, Receive, Scope, Send
 
 from quartet.seams.serve import route_of
 from quartet.security.authentication import AUTHORIZATION, bearer_token
@@ -28,10 +30,6 @@ from quartet.wire.http_errors import HttpError, http_error
 from quartet.wire.json_bounds import check_bounds
 
 log = logging.getLogger("quartet")
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
 _SCORER = re.compile(r"\A/scorers/[^/]{1,256}(?=/)")
 """The name of a scorer before a path of a reward application, for clients that can name it only by an address. The
 replica says whether there is one of that name."""
@@ -101,7 +99,7 @@ class HttpGuard:
         self._gate, self._connections, self._open = gate, connections, calls
         self._refusals, self._keys, self._checking = Refusals(), SessionKeys(), InTurn()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; leaves what is not one, such as a WebSocket."""
         if scope["type"] != "http":
             return
@@ -126,7 +124,7 @@ class HttpGuard:
                 log.error("%s failed in the proxy", asked.route, exc_info=error)
             await reply.end()
 
-    def _admitted(self, scope: Message, headers: Mapping[str, str], held: ExitStack) -> _Asked:
+    def _admitted(self, scope: Scope, headers: Mapping[str, str], held: ExitStack) -> _Asked:
         """The request's caller and route."""
         method, path, peer = scope["method"], scope["path"], spelled(*(scope["client"] or ("", 0)))
         _check_not_a_browser(headers)
@@ -193,7 +191,7 @@ class HttpGuard:
         return body
 
 
-def _read(scope: Message) -> dict[str, str]:
+def _read(scope: Scope) -> dict[str, str]:
     """The request's headers, of which those that decide anything may come once only."""
     if sum(len(name) + len(value) for name, value in scope["headers"]) > LARGEST_HEADERS:
         raise _Refused(HttpError(431, f"the headers have more than {LARGEST_HEADERS} bytes"))
@@ -251,7 +249,7 @@ class _Incoming:
         self._ended = not message.get("more_body", False)
         return message
 
-    async def discard(self, scope: Message) -> None:
+    async def discard(self, scope: Scope) -> None:
         """Throws away the rest of a body that is refused: a connection that is closed with bytes unread is
         reset, and its caller might never read why."""
         headers = dict(scope["headers"])
@@ -265,7 +263,7 @@ class _Incoming:
                     left -= len((await self()).get("body", b""))
 
 
-def _scope(scope: Message, asked: _Asked) -> Message:
+def _scope(scope: Scope, asked: _Asked) -> Scope:
     """The request as Serve gets it, with the caller's identity in place of any that it sent."""
     kept = [(name, value) for name, value in scope["headers"] if name.lower() in _PASSED_ON]
     ours = dict(asked.caller.metadata) | ({KEY: asked.key} if asked.key else {})

@@ -6,19 +6,16 @@ has to each replica. Serve still chooses the replica, counts the call and ends i
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from typing import Any
+
+from starlette.types import Receive, Scope, Send
 
 from quartet.seams.serve import asks_over_http
 from quartet.wire.errors import Unavailable
 
 TAKEN_S = 5.0
 """Seconds within which a replica takes a request, if there is one."""
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class ToReplica:
@@ -31,7 +28,7 @@ class ToReplica:
         """
         self._ask = asks_over_http(app, TAKEN_S)
 
-    async def answer(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+    async def answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Sends the answer to one request. Raises Unavailable if no replica takes it in time, what kept its replica
         from answering, and what `send` raises; ends when the caller leaves.
 
@@ -52,7 +49,7 @@ class ToReplica:
             leaving.cancel()
             answering.cancel()
 
-    async def _answer(self, scope: Message, body: bytes, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         path, headers = scope["path"], [(name.decode(), value.decode()) for name, value in scope["headers"]]
         async with aclosing(self._ask(path, body, scope["method"], headers)) as parts:
             try:
