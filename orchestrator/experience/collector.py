@@ -132,13 +132,22 @@ class Collector:
         asked, missing = time.monotonic(), len(requests)
         waiting: list[Conversation] = []
 
-        async def complete(conversations: Sequence[Conversation], attempt: int = 0) -> None:
-            nonlocal missing
+        async def complete(conversations: Sequence[Conversation]) -> None:
             sampled = time.monotonic()
-            columns, unscored = await self._complete(conversations, critic_step)
+            take_scored(conversations, *await self._complete(conversations, critic_step), sampled, 0)
+
+        def take_scored(
+            conversations: Sequence[Conversation],
+            columns: Columns,
+            unscored: Mapping[int, Unscored],
+            sampled: float,
+            attempt: int,
+        ) -> None:
+            """Puts those that are complete, and has those that have no score scored again or dropped."""
+            nonlocal missing
             again = {index for index in unscored if self._is_sent_again(unscored[index], attempt)}
             for index in again:
-                group.create_task(later(conversations[index], attempt + 1))
+                group.create_task(later(conversations[index], columns.take([index]), sampled, attempt + 1))
             done = [index for index in range(len(conversations)) if index not in again]
             for index in set(done) & unscored.keys():
                 self._drop(conversations[index].request, unscored[index], attempt + 1)
@@ -148,10 +157,10 @@ class Collector:
                 put(Finished(whole, prompts, asked, sampled, time.monotonic()))
             missing -= len(done)
 
-        async def later(conversation: Conversation, attempt: int) -> None:
-            """Completes one that had no score, while others go on."""
+        async def later(conversation: Conversation, columns: Columns, sampled: float, attempt: int) -> None:
+            """Has one that had no score scored again, while others go on."""
             await asyncio.sleep(attempt * PAUSE_S)
-            await complete([conversation], attempt)
+            take_scored([conversation], *await self._scored(columns, [conversation]), sampled, attempt)
 
         async def respond(conversations: Sequence[Conversation]) -> None:
             """Samples the next response of each, in one call."""
@@ -261,16 +270,15 @@ class Collector:
         which these have none."""
         columns = trajectories(conversations, turns=self._config.conversation is not None)
         async with asyncio.TaskGroup() as group:
-            scores = group.create_task(self._scores(columns, conversations))
+            scored = group.create_task(self._scored(columns, conversations))
             per_token = {
                 "ref_logprobs": group.create_task(self._references(columns)),
                 "values": group.create_task(self._values(columns, critic_step)),
                 "old_logprobs": group.create_task(self._own(columns)),
             }
         come = {name: values for name, task in per_token.items() if (values := task.result()) is not None}
-        by_column, parts, unscored = scores.result()
-        come |= {} if parts is None else {"process_rewards": parts}
-        return self._with_turns(columns.with_rows(**by_column)).with_sampled(**come), unscored
+        columns, unscored = scored.result()
+        return columns.with_sampled(**come), unscored
 
     def _with_turns(self, columns: Columns) -> Columns:
         """With the rewards of turns in the score. ConfigError if there are some, and scores have names."""
@@ -285,11 +293,11 @@ class Collector:
         earned = np.bincount(columns.owners, rewards, minlength=len(columns))
         return columns.with_rows(score=(columns["score"] + earned).astype(np.float32))
 
-    async def _scores(
+    async def _scored(
         self, columns: Columns, conversations: Sequence[Conversation]
-    ) -> tuple[dict[str, Floats], Floats | None, Mapping[int, Unscored]]:
-        """Column -> scores, [B]; the parts that tokens earned, [M], None where the scorer gives none; and the reasons
-        for which some have no score."""
+    ) -> tuple[Columns, Mapping[int, Unscored]]:
+        """With the scores, NaN for those that have none, and the parts that tokens earned if the scorer gives some;
+        and the reasons for which some have no score."""
         further = [each.columns for each in conversations]
         with self.stages("score", columns["number"].tolist()), within(SCORING):
             scores = await self._services.reward.score(
@@ -303,8 +311,10 @@ class Collector:
         self._scorer = check_scorer(self._scorer, scores)
         names = self._config.algorithm.score_names
         check_scores(columns, scores.columns, names, scores.unscored)
-        parts = None if scores.parts is None else process_rewards(columns, scores.parts)
-        return {score_column(name): scores.columns[name] for name in names}, parts, scores.unscored
+        scored = self._with_turns(columns.with_rows(**{score_column(name): scores.columns[name] for name in names}))
+        if scores.parts is not None:
+            scored = scored.with_sampled(process_rewards=process_rewards(columns, scores.parts))
+        return scored, scores.unscored
 
     async def _references(self, columns: Columns) -> Floats | None:
         """The reference's log-probs, [M]; None if the run has no reference."""

@@ -3,16 +3,21 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from orchestrator.config.unscored import PAUSE_S
 from orchestrator.evaluation.evaluator import kl_of
 from orchestrator.experience.collector import Collector
+from orchestrator.experience.experience import Collected
 from orchestrator.loop.step_metrics import process
+from quartet.columns import Columns
 from quartet.config.base import ConfigError
 from quartet.wire.errors import DeadlineExceeded, ServiceError, Unavailable
+from quartet.wire.outcomes import Outcome, Unscored
 from services.rollout.sample import Sampling
 from tests.unit.experiences import each
 from tests.unit.fakes import Fakes, make_config, make_requests
@@ -76,6 +81,43 @@ async def test_every_sample_is_judged_once_by_each_service(fakes: Fakes, policy_
         assert service.responses() == expected
         for call in service.calls:
             assert [prompt.tolist() for prompt in call["prompts"]] == [[r[0]] for r in call["responses"]]
+
+
+async def test_a_sample_that_is_scored_again_is_judged_by_the_reward_alone(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two samples has no score twice; the pauses are time of scoring."""
+    now, sleep, own = [0.0], asyncio.sleep, list[int]()
+
+    async def pass_by(seconds: float) -> None:
+        now[0] += seconds
+        await sleep(0)
+
+    monkeypatch.setattr("orchestrator.experience.collector.asyncio.sleep", pass_by)
+    monkeypatch.setattr("orchestrator.experience.collector.time", SimpleNamespace(monotonic=lambda: now[0]))
+    made: list[Collected] = []
+    for failures in (0, 2):
+        fakes, left = Fakes(), [Unscored(Outcome.FAILED, "it broke")] * failures
+
+        def score(response: Any, left: list[Unscored] = left) -> Any:
+            return left.pop() if response[0] == 11 and left else float(response[0])
+
+        async def own_logprobs(columns: Columns) -> Any:
+            own.extend(columns["number"].tolist())
+            return np.full(columns.size("sampled"), -2.5, np.float32)
+
+        fakes.reward.answer = score
+        fakes.reward.parts = lambda lengths: [(pair, length, length) for pair, length in enumerate(lengths)]
+        config = make_config(policy_folder, prompts_per_call=2)
+        collector = Collector(fakes.services, config, old_logprobs=own_logprobs)
+        made.append(await collector.collect(make_requests(2), version=3, critic_step=0))
+        assert fakes.reward.responses() == [[10]] + [[11, 11]] * (1 + failures)
+        for service in (fakes.reference, fakes.critic):
+            assert service.responses() == [[10], [11, 11]]
+    assert sorted(own) == [0, 0, 1, 1]
+    plain, again = made
+    assert (again.generate_s, again.score_s) == (0, PAUSE_S + 2 * PAUSE_S)
+    assert again.columns.pack() == plain.columns.pack()
 
 
 async def test_what_is_asked_for(fakes: Fakes, policy_folder: Path) -> None:
