@@ -104,7 +104,8 @@ class Agents:
                 failure = error
             told = await self._sessions.trajectory(session)
         finally:
-            self._sessions.remove(session)
+            # A function that was late may go on, and would be sampled for beside the next attempt.
+            self._sessions.remove(session, at_once=failure is not None)
         # An agent may fail where another response would not fit: that is the end of its conversation.
         if failure and not told["full"]:
             raise failure

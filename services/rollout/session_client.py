@@ -62,10 +62,12 @@ class SessionClient:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         # A proxy is for other machines.
         trusted = not on_loopback(str(httpx.URL(address).host))
-        self._http = httpx.AsyncClient(headers=headers, timeout=ATTEMPT_S, trust_env=trusted, transport=transport)
+        self._http = httpx.AsyncClient(headers=headers, trust_env=trusted, transport=transport)
         self._start, self._tell = Together(self._started, MOST_AT_ONCE), Together(self._told, MOST_AT_ONCE)
         self._over: list[str] = []
         """Sessions that are to be removed."""
+        self._removal: asyncio.Task[None] | None = None
+        """Removes them; None before the first that is removed at once."""
 
     async def start(self, of_all: Mapping[str, Any], **own: Any) -> Session:
         """Starts a session on these terms (services/rollout/session_terms.py), of which `own` are this one's: `seed`
@@ -84,19 +86,30 @@ class SessionClient:
             raise NotFound(str(told["error"]))
         return told
 
-    def remove(self, session: Session) -> None:
-        """Has the session removed, with a later request."""
+    def remove(self, session: Session, *, at_once: bool = False) -> None:
+        """Has the session removed, with a later request, or `at_once` where something may still use it. Does not
+        wait for it."""
         self._over.append(session.session_id)
+        if at_once and (self._removal is None or self._removal.done()):
+            self._removal = asyncio.create_task(self._remove())
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Removes what is left to be removed, and closes the connections."""
+        if self._removal is not None:
+            self._removal.cancel()
+            await asyncio.wait([self._removal])
+        await self._remove()
+        await self._http.aclose()
+
+    async def _remove(self) -> None:
+        """Removes those that are to be removed, unless the service does not do it: they are then left for a later
+        request."""
         with suppress(ServiceError):
             while self._over:
-                await self._ask("/rl/trajectory", {"session_ids": []} | self._removing(), REMOVAL_S)
-        await self._http.aclose()
+                await self._trajectories([], REMOVAL_S)
 
     async def _started(self, wanted: Sequence[_Wanted]) -> list[Session]:
         """The sessions, by a request for those with the same terms."""
@@ -116,23 +129,27 @@ class SessionClient:
         """The trajectories of the sessions, which the service may tell in several parts."""
         told: list[dict[str, Any]] = []
         while left := names[len(told) :]:
-            reply = await self._ask("/rl/trajectory", {"session_ids": left} | self._removing(), self._timeout_s)
+            reply = await self._trajectories(left, self._timeout_s)
             part = reply.get("trajectories")
             if not (isinstance(part, list) and 0 < len(part) <= len(left)):
                 raise InvalidReply(f"/rl/trajectory: should tell of 1 to {len(left)} sessions")
             told += part
         return told
 
-    def _removing(self) -> dict[str, list[str]]:
-        """The field that removes sessions."""
+    async def _trajectories(self, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
+        """The answer to a request for the tokens of sessions, which removes others besides."""
         over, self._over = self._over[:MOST_AT_ONCE], self._over[MOST_AT_ONCE:]
-        return {"remove_ids": over} if over else {}
+        try:
+            return await self._ask("/rl/trajectory", {"session_ids": names, "remove_ids": over}, timeout_s)
+        except BaseException:
+            self._over += over  # which may not have been removed
+            raise
 
     async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         backoff = Backoff(Deadline(timeout_s))
         while True:
             try:
-                reply = await self._http.post(self.address + path, json=dict(body))
+                reply = await self._http.post(self.address + path, json=dict(body), timeout=min(ATTEMPT_S, timeout_s))
             except httpx.HTTPError as error:
                 await backoff.wait(Unavailable(f"{path}: {type(error).__name__}: {error}"))
                 continue

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +54,20 @@ class Door:
     lost: int = 0
     """Sessions that are lost when their tokens are asked for."""
     requests: int = 0
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it answers."""
+    busy: bool = False
+    """True while it refuses everything."""
+
+    def __post_init__(self) -> None:
+        self.answers.set()
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         self.requests += 1
+        await self.answers.wait()
+        if self.busy:
+            return httpx.Response(503, text="busy")
         if request.url.path.endswith("/rl/start_session"):
             each = body.pop("sessions")
             names = [f"session-{len(self.started) + place}" for place in range(len(each))]
@@ -379,6 +391,79 @@ async def test_a_conversation_without_room_is_over(door: Door, config: Orchestra
 
     had, repeats = await converse(door, config, solve)
     assert (had.truncated, repeats, had.result) == (True, 0, None)
+
+
+@asynccontextmanager
+async def open_agents(
+    door: Door, config: OrchestratorConfig, function: Callable[[Task], Any]
+) -> AsyncIterator[tuple[Agents, SessionClient]]:
+    async with client(door, config) as sessions:
+        rollout = RolloutClient.__new__(RolloutClient)
+        yield Agents(Agent("a:b", function, "digest"), config, sessions, rollout, Purpose.TRAINING), sessions
+
+
+def with_agent(config: OrchestratorConfig, **keys: Any) -> OrchestratorConfig:
+    assert config.agent is not None
+    return config.model_copy(update={"agent": config.agent.model_copy(update=keys)})
+
+
+BOUNDS: dict[str, Any] = {"version": None, "newest": None, "on_repeat": lambda count: None}
+
+
+async def test_the_session_of_an_agent_that_was_late_takes_no_more_requests(
+    door: Door, config: OrchestratorConfig
+) -> None:
+    """A plain function goes on in its thread."""
+    end = threading.Event()
+    try:
+        short = with_agent(config, conversation_s=0.2, attempts=1)
+        async with open_agents(door, short, lambda task: end.wait(60)) as (agents, _):
+            with pytest.raises(ConfigError, match=r"took longer than 0\.2 s"):
+                await agents.converse(REQUEST, **BOUNDS)
+            async with asyncio.timeout(10):
+                while door.held.counts["sessions"]:
+                    await asyncio.sleep(0.01)
+    finally:
+        end.set()
+
+
+async def test_a_removal_that_is_not_answered_holds_nothing_up(door: Door, config: OrchestratorConfig) -> None:
+    async def solve(task: Task) -> None:
+        raise ValueError("it broke")
+
+    tell = door.held.trajectories
+
+    def told(*asked: Any) -> Any:
+        door.answers.clear()
+        return tell(*asked)
+
+    async with open_agents(door, with_agent(config, attempts=1), solve) as (agents, _):
+        door.held.trajectories = told  # type: ignore[assignment]
+        try:
+            async with asyncio.timeout(10):
+                with pytest.raises(ConfigError, match="it broke"):
+                    await agents.converse(REQUEST, **BOUNDS)
+                while door.requests < 3:  # that which starts it, that for its tokens, and its removal
+                    await asyncio.sleep(0.01)
+            assert door.held.counts["sessions"] == 1
+        finally:
+            door.held.trajectories = tell  # type: ignore[method-assign]
+            door.answers = asyncio.Event()  # the removal itself is never answered
+            door.answers.set()
+    assert door.held.counts["sessions"] == 0
+
+
+async def test_a_removal_that_was_refused_is_sent_again(door: Door, config: OrchestratorConfig) -> None:
+    hasty = config.model_copy(update={"timeouts": config.timeouts.model_copy(update={"generate_s": 0.3})})
+    async with client(door, hasty) as sessions:
+        first, second = [await sessions.start({}, task_id="") for _ in range(2)]
+        sessions.remove(first)
+        door.busy = True
+        with pytest.raises(Unavailable, match="/rl/trajectory: 503"):
+            await sessions.trajectory(second)
+        door.busy = False
+        assert (await sessions.trajectory(second))["session_id"] == second.session_id
+        assert door.held.counts["sessions"] == 1
 
 
 async def test_a_run_that_ends_removes_its_sessions(door: Door, config: OrchestratorConfig) -> None:
