@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.data.bounded import bounded
 from quartet.config.base import GIB, MIB, ConfigError, check_regular, or_of_hub
+from quartet.models.reading import reading
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _PART = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]{16})?")
@@ -114,7 +115,8 @@ def _load(path: Path) -> Any:
     _check_names(path)
     import datasets  # here: it takes a sixth of all imports of `quartet train`, and JSON does not need it
 
-    return datasets.load_from_disk(str(path))
+    with reading(f"data.path {path}: the saved data set cannot be read"):
+        return datasets.load_from_disk(str(path))
 
 
 def _check_names(path: Path) -> None:

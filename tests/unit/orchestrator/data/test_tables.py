@@ -1,7 +1,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,32 @@ def test_saved_data_sets_consist_of_their_own_files(tmp_path: Path, name: Any) -
     index.write_text(json.dumps({"splits": [name]}))
     with fails(f"data.path {index}: names {name!r}"):
         open_split(str(tmp_path / "dict"), "train")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("*.arrow", lambda file: file.write_bytes(file.read_bytes()[:-20])),
+        ("*.arrow", lambda file: file.write_bytes(b"x" * 5000)),
+        ("*.arrow", Path.unlink),
+        ("dataset_info.json", lambda file: file.write_text("{")),
+        ("dataset_info.json", lambda file: file.write_text("[]")),
+        ("dataset_info.json", Path.unlink),
+        ("state.json", lambda file: file.write_text("{}")),
+    ],
+)
+def test_a_saved_data_set_that_is_damaged_is_named(
+    tmp_path: Path, pattern: str, damage: Callable[[Path], object]
+) -> None:
+    alone, several = tmp_path / "alone", tmp_path / "several"
+    data = Dataset.from_list([{"prompt": "a" * 50}] * 100)
+    data.save_to_disk(alone)
+    DatasetDict({"train": data}).save_to_disk(several)
+    for path, folder in ((alone, alone), (several, several / "train")):
+        [file] = folder.glob(pattern)
+        damage(file)
+        with pytest.raises(ConfigError, match=rf"^data.path {path}: the saved data set cannot be read: [^\n]+$"):
+            open_split(str(path), "train")
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
