@@ -20,6 +20,8 @@ Part = tuple[bool, Ints]
 """True for tokens that are trained on; and their ids."""
 _TOGETHER = 1024
 """Texts that are tokenised at once."""
+_LARGEST = float(np.finfo(np.float32).max)
+"""Largest number that a column of examples holds."""
 _SHOWN = 24
 """Characters at the end of a reply that an error shows."""
 _REWRITES = (
@@ -58,9 +60,9 @@ class Row:
     def number_in(self, key: str) -> float:
         """The number in a column. ConfigError as for `text`."""
         value = self.values[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise ConfigError(f"{self._column(key)} should hold a finite number, got {value!r}")
-        return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
+            return float(value)
+        raise ConfigError(f"{self._column(key)} should hold a finite number, got {value!r:.40}")
 
     def _column(self, key: str) -> str:
         return f"{self.place}: column {key!r}"

@@ -128,7 +128,12 @@ def test_a_row_that_is_no_example_is_named_by_file_line_and_column(
         read(command, [GOOD, "", row])  # an empty line is no row, and counts as a line
 
 
-@pytest.mark.parametrize("margin", [True, "1", None])
+def test_a_margin_may_be_a_large_whole_number(read: Any) -> None:
+    examples = read("reward-model", [GOOD | {"by": 10**30}], margin_key="by")
+    assert examples.columns["margin"].tolist() == pytest.approx([1e30, 1e30])
+
+
+@pytest.mark.parametrize("margin", [True, "1", None, float("nan"), float("-inf"), -1e39, 10**39, 10**400])
 def test_a_margin_is_a_number(margin: object, read: Any) -> None:
     with pytest.raises(ConfigError, match=r"line 1: column 'by' should hold a finite number"):
         read("reward-model", [GOOD | {"by": margin}], margin_key="by")
