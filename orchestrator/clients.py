@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -123,17 +123,19 @@ class Services:
         Raises:
             ExceptionGroup: the ServiceErrors of services that do not answer within `timeout_s`.
         """
+        found = await self.infos_of(self._clients, timeout_s)
+        return Infos(found["rollout"], found["reward"], found.get("reference"), found.get("critic"))
+
+    async def infos_of(self, names: Collection[str], timeout_s: float) -> dict[str, Any]:
+        """Asks at once those of these services that the run uses for their descriptions, by name. ExceptionGroup as
+        `infos` raises it."""
         async with asyncio.TaskGroup() as group:
-            rollout = group.create_task(self.rollout.info(timeout_s))
-            reward = group.create_task(self.reward.info(timeout_s))
-            reference = group.create_task(self.reference.info(timeout_s)) if self.reference else None
-            critic = group.create_task(self.critic.info(timeout_s)) if self.critic else None
-        return Infos(
-            rollout.result(),
-            reward.result(),
-            reference.result() if reference else None,
-            critic.result() if critic else None,
-        )
+            asked = {
+                name: group.create_task(client.info(timeout_s))
+                for name, client in self._clients.items()
+                if name in names
+            }
+        return {name: task.result() for name, task in asked.items()}
 
     @property
     def leased(self) -> tuple[CriticClient | RolloutClient, ...]:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -23,7 +22,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import load_prompts
 from orchestrator.deployment.file import Deployment
 from orchestrator.evaluation.evaluator import evaluate_samples
-from orchestrator.evaluation.intervals import Interval, over_prompts
+from orchestrator.evaluation.intervals import over_known
 from orchestrator.evaluation.results import EvaluatedSample, write_rows
 from orchestrator.experience.agents import Agents
 from orchestrator.experience.answers import Answers
@@ -113,7 +112,8 @@ async def evaluate_model(
     try:
         patience = patience_of(deployment, note)
         await reached(services, deployment, patience)
-        infos = await patience(partial(ask, services, with_rollout=offline is None))
+        taking_part = {"reward", "reference"} | ({"rollout"} if offline is None else set())
+        infos = await patience(partial(services.infos_of, taking_part))
         check_models({name: info.model for name, info in infos.items()}, tokenizer, config)
         check_scores(infos["reward"], config)
         if offline is not None:
@@ -170,22 +170,6 @@ def _weights(report: rollout_pb2.WeightReport) -> str:
     return f"version {report.policy_version}" if report.timeline else "its model's own"
 
 
-async def ask(services: Services, timeout_s: float, *, with_rollout: bool) -> dict[str, Any]:
-    """The Info of each service that takes part, by name; the critic does not.
-
-    Raises:
-        ExceptionGroup: the ServiceErrors of services that do not answer within `timeout_s`.
-    """
-    clients: dict[str, Any] = {"reward": services.reward}
-    if services.reference is not None:
-        clients["reference"] = services.reference
-    if with_rollout:
-        clients["rollout"] = services.rollout
-    async with asyncio.TaskGroup() as group:
-        asked = {name: group.create_task(client.info(timeout_s)) for name, client in clients.items()}
-    return {name: task.result() for name, task in asked.items()}
-
-
 def _plain(split: str) -> str:
     return "".join(character if character.isalnum() else "_" for character in split)
 
@@ -210,11 +194,10 @@ def _table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) 
     if unscored := sum(math.isnan(row.score) for row in rows):
         drawn.caption = f"{drawn.caption}; {unscored} have no score"
     for name, values in columns.items():
-        known = [(row.row, value) for row, value in zip(rows, values, strict=True) if not math.isnan(value)]
-        if not known:
+        interval = over_known([(row.row, value) for row, value in zip(rows, values, strict=True)])
+        if interval is None:
             drawn.add_row(name, "–", "no sample has one")
             continue
-        interval: Interval = over_prompts(known)
         bounds = "needs two prompts" if math.isnan(interval.low) else f"{interval.low:.3f} to {interval.high:.3f}"
         drawn.add_row(name, f"{interval.mean:.3f}", bounds)
     return drawn

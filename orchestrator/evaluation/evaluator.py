@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.algorithms.contract import Algorithm
-from orchestrator.evaluation.intervals import over_prompts
+from orchestrator.evaluation.intervals import over_known
 from orchestrator.evaluation.judges import Judge, verdicts
 from orchestrator.evaluation.results import EvaluatedSample, write_rows
 from orchestrator.experience.collector import Collector
@@ -131,7 +131,6 @@ def summarise(rows: Sequence[EvaluatedSample]) -> dict[str, float]:
 
 def _with_interval(name: str, values: Sequence[tuple[int, float]]) -> dict[str, float]:
     """The mean of the values that are numbers, with its interval; nothing if there are none."""
-    if not (known := [(row, value) for row, value in values if not math.isnan(value)]):
+    if (interval := over_known(values)) is None:
         return {}
-    interval = over_prompts(known)
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

@@ -64,6 +64,12 @@ def over_prompts(values: Sequence[tuple[int, float]]) -> Interval:
     return mean_interval([fmean(group) for group in by_row.values()])
 
 
+def over_known(values: Sequence[tuple[int, float]]) -> Interval | None:
+    """The interval over prompts of the values that are numbers; None if there are none."""
+    finite = [(row, value) for row, value in values if math.isfinite(value)]
+    return over_prompts(finite) if finite else None
+
+
 def win_rate(after: Sequence[float], before: Sequence[float]) -> Interval:
     """The share of pairs in which `after` is greater, a tie counting one half, with Wilson's interval (1927).
 

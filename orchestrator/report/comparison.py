@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.evaluation.intervals import Interval, over_prompts, win_rate
+from orchestrator.evaluation.intervals import Interval, over_known, win_rate
 from orchestrator.evaluation.results import EvaluatedSample, read_rows
 from orchestrator.monitoring.metrics import EVALUATIONS, evaluated_steps
 
@@ -80,11 +80,9 @@ class Comparison:
         return Measure(
             name,
             unit,
-            before=_over_prompts([(sample.row, value(sample)) for sample in self.before.samples]),
-            after=_over_prompts([(sample.row, value(sample)) for sample in self.after.samples])
-            if self.after
-            else None,
-            change=_over_prompts([(row, second - first) for row, first, second in valued]),
+            before=over_known([(sample.row, value(sample)) for sample in self.before.samples]),
+            after=over_known([(sample.row, value(sample)) for sample in self.after.samples]) if self.after else None,
+            change=over_known([(row, second - first) for row, first, second in valued]),
             wins=win_rate(after, before) if more_is_better and valued else None,
         )
 
@@ -127,9 +125,3 @@ def _verdict_of(name: str) -> Callable[[EvaluatedSample], float]:
 
 def _score_of(name: str) -> Callable[[EvaluatedSample], float]:
     return lambda sample: sample.scores.get(name, math.nan)
-
-
-def _over_prompts(values: Sequence[tuple[int, float]]) -> Interval | None:
-    """The interval over prompts of the values that are numbers; None if there are none."""
-    finite = [(row, value) for row, value in values if math.isfinite(value)]
-    return over_prompts(finite) if finite else None

@@ -13,7 +13,7 @@ import yaml
 from transformers import GenerationConfig
 
 from orchestrator.clients import Services
-from orchestrator.commands.evaluate import ask, evaluate_model, served
+from orchestrator.commands.evaluate import evaluate_model, served
 from orchestrator.commands.offline import OfflineRollout, rollout_config
 from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
@@ -67,16 +67,12 @@ def make_services(rollout: Any = "rollout", reference: Any = "reference") -> Ser
 
 
 async def test_all_that_take_part_are_asked_and_the_critic_is_not() -> None:
-    reward, reference = ("reward", 3), ("reference", 3)
-    asked = await ask(make_services(), 3, with_rollout=True)
-    assert asked == {"rollout": ("rollout", 3), "reward": reward, "reference": reference}
-    silent = AssertionError("asked")
-    assert await ask(make_services(rollout=silent), 3, with_rollout=False) == {
-        "reward": reward,
-        "reference": reference,
-    }
+    names = {"rollout", "reward", "reference"}
+    assert await make_services().infos_of(names, 3) == {name: (name, 3) for name in names}
+    silent, without = make_services(rollout=AssertionError("asked")), {"reward", "reference"}
+    assert await silent.infos_of(without, 3) == {name: (name, 3) for name in without}
     with pytest.raises(ExceptionGroup) as caught:
-        await ask(make_services(reference=Unavailable("reference.Info: gone")), 3, with_rollout=True)
+        await make_services(reference=Unavailable("reference.Info: gone")).infos_of(names, 3)
     assert [str(error) for error in caught.value.exceptions] == ["reference.Info: gone"]
 
 
