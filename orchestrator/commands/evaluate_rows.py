@@ -136,14 +136,15 @@ class Results:
             UNANSWERED: self.unanswered,
             "cut_off": self.cut_off,
             "policy_versions": list(self.versions),
+            "remarks": self.remarks(),
             "figures": [figure.written() for figure in self.figures],
         }
 
     def remarks(self) -> list[str]:
         """Sentences that a reader of the figures should know."""
-        told = [f"{self.samples} samples"]
-        told += [f"{self.unanswered} without a response"] if self.unanswered else []
-        told += [f"{self.cut_off} cut off by the limit on length"] if self.cut_off else []
+        told = [f"{self.samples:,} samples"]
+        told += [f"{self.unanswered:,} without a response"] if self.unanswered else []
+        told += [f"{self.cut_off:,} cut off by the limit on length"] if self.cut_off else []
         if self.versions:
             first, last = self.versions[0], self.versions[-1]
             told.append(

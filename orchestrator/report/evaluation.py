@@ -28,7 +28,7 @@ def write_page(folder: Path) -> Path:
     summary = json.loads((folder / SUMMARY).read_bytes())
     name, path = folder.resolve().name, folder / "evaluation.html"
     parts = [
-        f'<header><h1>{escape(name)}</h1><p class="note">{escape(_about(summary))}</p></header>',
+        f'<header><h1>{escape(name)}</h1><p class="note">{escape(" · ".join(summary["remarks"]))}</p></header>',
         _figures(summary),
         _samples(folder / ROWS),
         f'<details class="card"><summary>Settings</summary><pre>{_settings(summary)}</pre></details>',
@@ -37,13 +37,6 @@ def write_page(folder: Path) -> Path:
     # Rows may hold half of a surrogate pair, which UTF-8 cannot write.
     path.write_text(framed(name, "\n".join(parts)), encoding="utf-8", errors="replace")
     return path
-
-
-def _about(summary: Mapping[str, Any]) -> str:
-    told = [f"{summary['samples']:,} samples"]
-    told += [f"{summary[UNANSWERED]:,} without a response"] if summary[UNANSWERED] else []
-    told += [f"{summary['cut_off']:,} cut off by the limit on length"] if summary["cut_off"] else []
-    return " · ".join(told)
 
 
 def _settings(summary: Mapping[str, Any]) -> str:

@@ -104,7 +104,9 @@ async def test_an_endpoint_answers_with_several_samples_and_pass_at_k(tmp_path: 
     assert figure.passes[1].mean == pytest.approx((0.25 + 1 + 0) / 3)
     assert figure.passes[2].mean == pytest.approx((1 - 3 / 6 + 1 + 0) / 3)
     assert (results.samples, results.versions) == (12, [7, 8])
-    assert "they changed meanwhile" in "; ".join(results.remarks())
+    remarks = ["12 samples", "weights of version 7 to 8: they changed meanwhile"]
+    assert results.remarks() == json.loads((tmp_path / "out/summary.json").read_text())["remarks"] == remarks
+    assert " · ".join(remarks) in write_page(tmp_path / "out").read_text()
     rows = read(tmp_path / "out/rows.jsonl")
     assert [(row["prompt"], row["sample"]) for row in rows[:5]] == [
         *(("1 + 1 =", n) for n in range(4)),
