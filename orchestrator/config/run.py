@@ -197,11 +197,7 @@ class OrchestratorConfig(Config):
     @property
     def scheduled_policy(self) -> PolicyConfig:
         """The policy's section; a schedule without an end ends with the run."""
-        optimizer = self.policy.optimizer
-        if optimizer.schedule == "constant" or optimizer.total_steps is not None:
-            return self.policy
-        ending = optimizer.model_copy(update={"total_steps": self.optimizer_steps})
-        return self.policy.model_copy(update={"optimizer": ending})
+        return self.policy.model_copy(update={"optimizer": self.policy.optimizer.for_steps(self.optimizer_steps)})
 
     @property
     def sized_algorithm(self) -> Algorithm:

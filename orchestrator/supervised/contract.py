@@ -85,15 +85,13 @@ class Supervised(LearnerConfig):
     def for_steps(self, steps: int) -> Self:
         """The same for a run of so many steps, with which a schedule without an end ends. ConfigError if its warm-up
         does not."""
-        optimizer = self.optimizer
-        if optimizer.schedule == "constant" or optimizer.total_steps is not None:
-            return self
-        if optimizer.warmup_steps >= steps:
+        optimizer = self.optimizer.for_steps(steps)
+        if optimizer != self.optimizer and optimizer.warmup_steps >= steps:
             raise ConfigError(
                 f"optimizer.warmup_steps: {optimizer.warmup_steps}; must be less than the run's {steps} steps "
                 "(epochs * examples / batch_size)"
             )
-        return self.model_copy(update={"optimizer": optimizer.model_copy(update={"total_steps": steps})})
+        return self.model_copy(update={"optimizer": optimizer})
 
     def _problems(self) -> Iterator[str]:
         if self.colocate:

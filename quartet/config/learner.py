@@ -1,7 +1,7 @@
 """Configuration of a learner: the policy's and the critic's alike."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -40,6 +40,12 @@ class OptimizerConfig(Config):
     """Rate at the end of the cosine, as a fraction of the peak."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
+
+    def for_steps(self, steps: int) -> Self:
+        """The same for a run of so many optimizer steps, with which a schedule without an end ends."""
+        if self.schedule == "constant" or self.total_steps is not None:
+            return self
+        return self.model_copy(update={"total_steps": steps})
 
     def _problems(self) -> Iterator[str]:
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
