@@ -102,6 +102,15 @@ class ModelSize:
         return self.layers * rank * (8 * self.hidden + 3 * (self.hidden + self.intermediate))
 
 
+def cached(config: Any, dtype: str) -> int | None:
+    """Bytes of a token's keys and values where each layer keeps all of them; None where `head_size` has none."""
+    text = config.get_text_config()
+    if (size := head_size(text)) is None:
+        return None
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * size * BYTES[dtype])
+
+
 def head_size(config: Any) -> int | None:
     """Numbers per attention head of a model, from its configuration as transformers reads it. None without such
     heads, or where layers have several sizes."""

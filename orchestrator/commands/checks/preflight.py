@@ -29,7 +29,6 @@ from orchestrator.commands.checks.models import (
     models_of_run,
     other_tokenizers,
     scorers_of_run,
-    unreadable,
 )
 from orchestrator.commands.checks.startable import decided_here, sums_of, unfit_policy, unstartable
 from orchestrator.config.data import EVAL
@@ -132,9 +131,11 @@ def _inputs(deployment: Deployment) -> Inputs:
             problems.among(form_of, environment, config.data.chat_template, tokenizer)
     if train and held_out:
         problems.among(check_disjoint, train, held_out)
+    distribution = None
     if tokenizer is not None and not problems.lines:
-        problems.lines += ends_without_token(config, sampled_from(config, tokenizer))
-    if problems.lines or train is None or judges is None:
+        distribution = sampled_from(config, tokenizer)
+        problems.lines += ends_without_token(config, distribution)
+    if problems.lines or train is None or judges is None or distribution is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
     kinds = (
         idle_critics,
@@ -154,7 +155,7 @@ def _inputs(deployment: Deployment) -> Inputs:
             f"orchestrator.data: {config.data.path} has no split {EVAL}, so nothing is evaluated during the run; "
             "to hold prompts out, set prompt_split to train[:90%] and eval_split to train[90%:]",
         )
-    return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), environment, agent, remarks)
+    return Inputs(tokenizer, train, held_out, judges, distribution, environment, agent, remarks)
 
 
 def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:
@@ -220,10 +221,8 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
         if isinstance(section, CriticConfig) and config.algorithm.needs_critic:
             yield from misfits_of_critic(config, section, name)
     for field, path in models_of_run(deployment):
-        model = load_model_config(path)
-        if model is None:
-            yield f"{field}: {unreadable(path)}"
-        elif limit(model) < needed:
+        model = load_model_config(path)  # None is reported by the check of models
+        if model is not None and limit(model) < needed:
             yield f"{field}: {path} takes {limit(model)} tokens (its max_position_embeddings), but {sum_of}"
 
 

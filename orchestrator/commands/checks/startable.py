@@ -30,7 +30,7 @@ from quartet.folders import unusable
 from quartet.learner.lora import adapters_for, add_adapters
 from quartet.models.device import VISIBLE
 from quartet.models.loading import shape_of_causal
-from quartet.models.size import BYTES, head_size
+from quartet.models.size import cached
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.rollout.config import RolloutConfig
@@ -211,10 +211,6 @@ def _engine(deployment: ServicesFile, section: RolloutConfig, where: str, reserv
 def _cached(config: Any, dtype: str) -> int:
     """Bytes of a token's keys and values in the KV cache; 0 where layers keep less than all of them."""
     text = config.get_text_config()
-    size, kinds = head_size(text), set(getattr(text, "layer_types", None) or ["full_attention"])
-    if size is None or kinds != {"full_attention"} or getattr(text, "kv_lora_rank", None):
-        return 0
-    if getattr(text, "sliding_window", None):
-        return 0
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * size * BYTES[dtype])
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    less = getattr(text, "kv_lora_rank", None) or getattr(text, "sliding_window", None)
+    return 0 if less or kinds != {"full_attention"} else cached(text, dtype) or 0

@@ -7,7 +7,7 @@ from typing import Any, Self
 from quartet.config.base import ConfigError, or_of_hub
 from quartet.models.attention import packed
 from quartet.models.loading import shape_of_causal
-from quartet.models.size import BYTES, head_size
+from quartet.models.size import BYTES, cached
 
 OTHER_REWARDS = (
     "; or a function as package.module:name, such as my_reward:score; or a reward service as HOST:PORT or "
@@ -76,9 +76,5 @@ class ModelOnDisk:
 
     def cached(self, dtype: str) -> int:
         """Bytes of a token's keys and values."""
-        config = self.config.get_text_config()
-        if (size := head_size(config)) is None:
-            width = config.hidden_size
-        else:
-            width = size * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-        return int(2 * config.num_hidden_layers * width * BYTES[dtype])
+        text = self.config.get_text_config()
+        return cached(text, dtype) or int(2 * text.num_hidden_layers * text.hidden_size * BYTES[dtype])
