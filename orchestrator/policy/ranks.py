@@ -88,7 +88,7 @@ class Policy:
 
     async def places(self) -> list[Place]:
         """The place of each sending rank, see WeightSending.place."""
-        return await self._senders(WeightSending.place)
+        return await self._beside(WeightSending.place)
 
     async def rendezvous(self, backend: str) -> list[tuple[str, int]]:
         """The address and the port of each sending rank, see WeightSending.rendezvous."""
@@ -105,7 +105,7 @@ class Policy:
 
     async def manifest(self) -> bytes:
         """The packed manifest, see WeightSending.manifest."""
-        return (await self._senders(WeightSending.manifest, self._config.weights.bucket_mib << 20))[0]
+        return (await self._beside(WeightSending.manifest, self._config.weights.bucket_mib << 20))[0]
 
     async def join(self, membership: int, world_size: int) -> None:
         """Forms the push group, see WeightSending.join."""
@@ -162,13 +162,6 @@ class Policy:
     ) -> Answer:
         """Calls a method on all ranks in turn; rank 0's answer."""
         return await self._ranks.call(method, self._seconds(method), *arguments, **options)
-
-    async def _senders(
-        self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
-    ) -> list[Answer]:
-        """Calls a method on the sending ranks in turn; the answer of each."""
-        count = self._config.weights.senders
-        return await self._ranks.some(count, method, self._seconds(method), *arguments, **options)
 
     async def _beside(
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs

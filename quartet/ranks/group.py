@@ -162,31 +162,6 @@ class RankGroup:
             raise self._end(f"{self._name}.{what}: its argument was not stored within {timeout_s:g} s") from None
         return given
 
-    async def some(
-        self,
-        count: int,
-        method: Method[Arguments, Answer],
-        timeout_s: float,
-        /,
-        *arguments: Arguments.args,
-        **options: Arguments.kwargs,
-    ) -> list[Answer]:
-        """Like `call`, on the first `count` ranks, for methods without collectives; returns each rank's answer.
-
-        Here a deadline does not end the group: DeadlineExceeded.
-        """
-        async with self._turn:
-            return await self._ask(
-                self._ranks[:count],
-                method.__name__,
-                timeout_s,
-                False,
-                "run",
-                method.__qualname__,
-                *arguments,
-                **options,
-            )
-
     async def beside(
         self,
         count: int,
@@ -196,8 +171,9 @@ class RankGroup:
         *arguments: Arguments.args,
         **options: Arguments.kwargs,
     ) -> list[Answer]:
-        """Like `some`, but without waiting its turn: the method runs in another thread beside the call in
-        progress."""
+        """Runs a method without collectives on the first `count` ranks, in another thread beside the call in
+        progress; returns each rank's answer. Raises as `call` does, but a deadline does not end the group:
+        DeadlineExceeded."""
         return await self._ask(
             self._ranks[:count],
             method.__name__,

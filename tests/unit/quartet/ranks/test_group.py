@@ -30,9 +30,6 @@ class Trainer:
     def send(self) -> str:
         raise NotImplementedError
 
-    def join(self, membership: int) -> str:
-        raise NotImplementedError
-
     def add(self, membership: int) -> str:
         raise NotImplementedError
 
@@ -82,14 +79,10 @@ async def test_a_value_that_is_not_stored_in_time_ends_the_group() -> None:
 
 
 @in_virtual_time
-async def test_some_and_beside_go_to_the_first_ranks_and_give_all_answers() -> None:
-    ranks = [FakeRank("a", "d"), FakeRank("b", "e"), FakeRank("c")]
-    ours = group(*ranks)
-    assert await ours.some(2, Trainer.join, 1, 1) == ["a", "b"]
-    assert await ours.beside(2, Trainer.add, 1, 1) == ["d", "e"]
-    assert [rank.called for rank in ranks] == [[("run", "Trainer.join", 1), ("run_beside", "Trainer.add", 1)]] * 2 + [
-        []
-    ]
+async def test_a_call_beside_goes_to_the_first_ranks_and_gives_all_answers() -> None:
+    ranks = [FakeRank("d"), FakeRank("e"), FakeRank("c")]
+    assert await group(*ranks).beside(2, Trainer.add, 1, 1) == ["d", "e"]
+    assert [rank.called for rank in ranks] == [[("run_beside", "Trainer.add", 1)]] * 2 + [[]]
 
 
 def build(*arguments: Any) -> None:
@@ -192,7 +185,7 @@ async def test_a_deadline_of_ranks_that_meet_no_other_ends_nothing() -> None:
     slow = FakeRank(after_s=NEVER)
     ours = group(slow, FakeRank())
     with pytest.raises(DeadlineExceeded, match=r"policy.send: no answer within 0.05 s from rank 0 of 2"):
-        await ours.some(1, Trainer.send, 0.05)
+        await ours.beside(1, Trainer.send, 0.05)
     slow.after_s = 0
     await ours.call(Trainer.train, 1)
 
