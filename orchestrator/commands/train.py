@@ -235,7 +235,7 @@ class Run:
                 journal = self._journal(digests(now))
                 checkpoints = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
                 prompts = PromptStream(self.inputs.train.prompts, config.seed, config.algorithm.samples_per_prompt)
-                early = EarlyLogprobs(policy) if config.early_logprobs else None
+                early = EarlyLogprobs(policy.logprobs) if config.early_logprobs else None
                 collector = self._collector(services, Purpose.TRAINING, SampleStages(spans), early)
                 source = ExperienceSource(config, prompts, collector, journal)
                 record = Record(log, self.progress, config.steps)

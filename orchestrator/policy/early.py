@@ -1,19 +1,15 @@
 """The policy learner's log-probs of samples, computed as they are finished while others are still sampled."""
 
 import asyncio
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 
 from quartet.columns import Columns
 from quartet.wire.codec import Floats
 
-
-class LogprobSource(Protocol):
-    """The method of the policy learner that is used here."""
-
-    async def logprobs(self, trajectories: Columns) -> Floats:
-        """Log-probs under the current weights, [M]."""
+LogprobsOf = Callable[[Columns], Awaitable[Floats]]
+"""The policy learner's log-probs of trajectories under the current weights, [M]."""
 
 
 class EarlyLogprobs:
@@ -24,8 +20,8 @@ class EarlyLogprobs:
     is lock-step.
     """
 
-    def __init__(self, policy: LogprobSource) -> None:
-        self._policy = policy
+    def __init__(self, logprobs_of: LogprobsOf) -> None:
+        self._logprobs_of = logprobs_of
         self._turn = asyncio.Lock()
         self._waiting: list[_Asked] = []
 
@@ -39,7 +35,7 @@ class EarlyLogprobs:
                     # If it fails, they still wait, and the next of them calls again.
                     together = [each for each in self._waiting if each.logprobs is None]
                     parts = [each.trajectories for each in together]
-                    logprobs = await self._policy.logprobs(Columns.concatenate(parts))
+                    logprobs = await self._logprobs_of(Columns.concatenate(parts))
                     ends = np.cumsum([part.size("sampled") for part in parts])
                     for each, its in zip(together, np.split(logprobs, ends[:-1]), strict=True):
                         each.logprobs = its  # with which nothing is done if it was cancelled meanwhile

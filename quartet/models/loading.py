@@ -99,8 +99,7 @@ def _load(
         )
     # FlashAttention itself finds a row's sequences by their positions.
     taken = packed.NAME if packing and attention == "sdpa" else attention
-    capped = attention == "sdpa" and _caps_attention(path)
-    if capped:
+    if attention == "sdpa" and packed.caps(load_config(path)):
         taken = "eager"
     options = {"dtype": getattr(torch, dtype), "attn_implementation": taken, "device_map": devices}
     with _quiet() if new else nullcontext():  # transformers advises to train what is new, as is about to happen
@@ -188,11 +187,6 @@ def _whole(
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _caps_attention(path: str) -> bool:
-    """True if the model in `path` caps its attention scores."""
-    return packed.caps(load_config(path))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

@@ -209,7 +209,7 @@ class Stage:
                     services,
                     config,
                     stages=SampleStages(self.spans),
-                    old_logprobs=EarlyLogprobs(self.policy) if config.early_logprobs else None,
+                    old_logprobs=EarlyLogprobs(self.policy.logprobs) if config.early_logprobs else None,
                 ),
                 self.experience,  # type: ignore[arg-type]
             ),

@@ -50,7 +50,7 @@ def ask(early: EarlyLogprobs, prompts: Ragged, responses: Ragged) -> "asyncio.Ta
 
 async def test_samples_that_come_during_a_call_are_in_the_next_together() -> None:
     learner = FakeLearner()
-    early = EarlyLogprobs(learner)
+    early = EarlyLogprobs(learner.logprobs)
     first = ask(early, ragged([1]), ragged([5, 6]))
     await until(learner, 1)
     second = ask(early, ragged([1, 1], [1]), ragged([7], [8, 9, 9]))
@@ -67,7 +67,7 @@ async def test_samples_that_come_during_a_call_are_in_the_next_together() -> Non
 
 async def test_an_error_is_for_the_call_that_met_it_and_the_others_ask_again() -> None:
     learner = FakeLearner()
-    early = EarlyLogprobs(learner)
+    early = EarlyLogprobs(learner.logprobs)
     tasks = [ask(early, ragged([1]), ragged([5])), ask(early, ragged([1]), ragged([6]))]
     await until(learner, 1)
     learner.failure = RuntimeError("lost")
@@ -80,7 +80,7 @@ async def test_an_error_is_for_the_call_that_met_it_and_the_others_ask_again() -
 
 async def test_a_cancelled_sample_is_not_asked_for_and_holds_up_none() -> None:
     learner = FakeLearner()
-    early = EarlyLogprobs(learner)
+    early = EarlyLogprobs(learner.logprobs)
     asked = [ask(early, ragged([1]), ragged([token])) for token in (5, 6, 7)]
     await until(learner, 1)
     assert learner.calls == [[[5]]]
@@ -94,7 +94,7 @@ async def test_a_cancelled_sample_is_not_asked_for_and_holds_up_none() -> None:
 
 async def test_a_sample_that_is_cancelled_during_the_call_of_another_does_not_fail_it() -> None:
     learner = FakeLearner()
-    early = EarlyLogprobs(learner)
+    early = EarlyLogprobs(learner.logprobs)
     first = ask(early, ragged([1]), ragged([5]))
     await until(learner, 1)
     second, third = (ask(early, ragged([1]), ragged([token])) for token in (6, 7))
