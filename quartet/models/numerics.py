@@ -47,17 +47,17 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(x, mask) / count
 
 
-def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance over the mask: squares about the mean over n - 1 (`unbiased`) or n. x, mask [*same] -> [].
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Unbiased variance over the mask: squares about the mean over n - 1. x, mask [*same] -> [].
 
-    ValueError with fewer than two True entries when unbiased, or with none.
+    ValueError with fewer than two True entries.
     """
     count = _count(mask)
-    if unbiased and count < 2:
+    if count < 2:
         raise ValueError(f"mask has {count} True entries: an unbiased variance needs at least two")
     # In place, as a batch may be large, and before squaring: see value_loss.
     deviation = (widen(x) - masked_mean(x, mask)).masked_fill_(~mask, 0.0)
-    return deviation.square().sum() / (count - int(unbiased))
+    return deviation.square().sum() / (count - 1)
 
 
 def partial_mean(x: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor:
@@ -69,19 +69,6 @@ def partial_mean(x: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor
     if not denominator > 0:
         raise ValueError(f"denominator must be the minibatch's token count, > 0, got {denominator}")
     return masked_sum(x, mask) / denominator
-
-
-def response_mask(lengths: Tensor, width: int) -> Tensor:
-    """True at the first lengths[b] of `width` positions. lengths int [B] -> bool [B, T].
-
-    From lengths and never from pad ids: a policy may emit the pad token as a real token.
-    ValueError if lengths is not an integer vector with entries in 0..width.
-    """
-    if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise ValueError(f"lengths must be integers [B], got {lengths.dtype} {list(lengths.shape)}")
-    if bool(((lengths < 0) | (lengths > width)).any()):
-        raise ValueError(f"lengths must lie in 0..{width} (the width), got {lengths.tolist()}")
-    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def by_time(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
@@ -172,7 +159,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def _consumed_var(x: Tensor, mask: Tensor) -> Tensor:
-    """`masked_var`, not `unbiased`, computed in `x` itself, as one more copy of a batch may be large."""
+    """Variance over the mask: squares about the mean over n. Computed in `x` itself, as one more copy of a batch may
+    be large."""
     count = _count(mask)
     if count == 0:
         raise ValueError("mask is empty: a variance needs at least one True")

@@ -52,9 +52,9 @@ def mean(rows: Rows) -> float:
     return math.fsum(flat(rows)) / len(flat(rows))
 
 
-def variance(rows: Rows, unbiased: bool = True) -> float:
+def variance(rows: Rows) -> float:
     centre = mean(rows)
-    return math.fsum((x - centre) ** 2 for x in flat(rows)) / (len(flat(rows)) - (1 if unbiased else 0))
+    return math.fsum((x - centre) ** 2 for x in flat(rows)) / (len(flat(rows)) - 1)
 
 
 def probabilities(logits: list[float], temperature: float) -> list[float]:

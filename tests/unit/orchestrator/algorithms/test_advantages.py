@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithms.advantages import gae, length_lambdas, rewards_to_go, whiten
-from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
+from tests.unit.numeric_cases import response_mask
 from tests.unit.reference_ppo import close, doubles
 
 NAN = math.nan

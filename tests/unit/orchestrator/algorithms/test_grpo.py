@@ -9,8 +9,8 @@ import torch
 from orchestrator.algorithms.contract import Group
 from orchestrator.algorithms.grpo import GRPO
 from orchestrator.algorithms.responses import Responses
-from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
+from tests.unit.numeric_cases import response_mask
 from tests.unit.reference_ppo import close, doubles
 
 NAN = math.nan

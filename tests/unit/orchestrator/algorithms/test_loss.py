@@ -8,8 +8,8 @@ import torch
 
 from orchestrator.algorithms.kl import KLKind, kl_estimate
 from orchestrator.algorithms.loss import PolicyLoss, bound, importance_weights, mismatch, policy_loss, surrogate
-from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
+from tests.unit.numeric_cases import response_mask
 from tests.unit.reference_ppo import close, doubles, gradient
 
 NAN = math.nan

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from orchestrator.algorithms.kl import KLKind, adapted, kl_estimate
 from orchestrator.algorithms.rewards import RunningNormaliser, at_own_tokens, carry_back, shape_rewards
-from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
+from tests.unit.numeric_cases import response_mask
 from tests.unit.reference_ppo import close, doubles, gradient
 
 NAN = math.nan

@@ -7,8 +7,8 @@ import torch
 
 from orchestrator.algorithms.responses import Responses
 from orchestrator.algorithms.rloo import RLOO
-from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
+from tests.unit.numeric_cases import response_mask
 from tests.unit.reference_ppo import close, doubles
 
 NAN = math.nan
