@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.evaluation.hub import OUTCOMES, REASONS, SCORERS, SCORES, Hub, Scorer, Verdict, check_free
-from orchestrator.evaluation.rows import LONGEST, Row, dumped, hold, parse_object, rows
+from orchestrator.evaluation.rows import LONGEST, Row, dumped, hold, rows
 from orchestrator.monitoring.bar import Bar
+from orchestrator.monitoring.jsonl import parse_object
 from quartet.config.base import MIB, ConfigError
 from quartet.threads import in_thread
 from quartet.wire.outcomes import Outcome

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from orchestrator.evaluation.hub import Verdict
-from orchestrator.evaluation.rows import dumped, hold, lines, parse_object
+from orchestrator.evaluation.rows import dumped, hold, lines
+from orchestrator.monitoring.jsonl import parse_object
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
 

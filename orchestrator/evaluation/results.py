@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from orchestrator.monitoring.jsonl import parse_object
+from orchestrator.monitoring.jsonl import parse_object, whole
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
 
@@ -41,7 +41,7 @@ class EvaluatedSample:
     def parse(cls, line: str | bytes, where: str) -> Self:
         """Reads one line of an evaluation file. ConfigError, which begins with `where`, if the line is wrong."""
         where = f"{where}: not a sample of an evaluation"
-        raw = {"label": "", **parse_object(line, where)}
+        raw = {"label": "", **parse_object(line, where, parse_int=whole)}
         for name, kinds, words in _FIELDS:
             if name not in raw:
                 raise ConfigError(f"{where}: {name}: required")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from orchestrator.monitoring.jsonl import parse_object
 from quartet.config.base import MIB, ConfigError
 from quartet.config.explain import shown
-from quartet.wire.json_object import strict_json
 from quartet.wire.pairs import label_of
 
 LONGEST = 64 * MIB
@@ -90,18 +90,6 @@ def parse(line: bytes, number: int, name: str) -> Row:
             raise ConfigError(f"{where}: messages: the last should be a response of text, and a question before it")
         response = last["content"]
     return Row(number, values, "", tuple(messages), response)
-
-
-def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """The object of a line. ConfigError, which begins with `where`, if it holds something else."""
-    try:
-        values = strict_json(line)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ConfigError(f"{where}: not valid JSON: {reason}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: should be a JSON object, got {shown(values)[:_SHOWN]}")
-    return values
 
 
 def is_text(text: str) -> bool:

@@ -20,7 +20,7 @@ import yaml
 
 from orchestrator.config.evaluation import BOUNDS, MEASURED, NAMED
 from orchestrator.config.run import LogConfig
-from orchestrator.monitoring.jsonl import parse_object
+from orchestrator.monitoring.jsonl import parse_object, whole
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
 from quartet.folders import replace_file
@@ -188,7 +188,7 @@ def between(names: Iterable[str], before: str, after: str) -> list[str]:
 
 
 def _parse(line: bytes, where: str) -> dict[str, float]:
-    raw = parse_object(line, where)
+    raw = parse_object(line, where, parse_int=whole)
     if missing := [name for name in ("step", "time") if name not in raw]:
         raise ConfigError(f"{where}: {missing[0]}: required")
     values = {name: math.nan if value is None else value for name, value in raw.items()}

@@ -108,12 +108,10 @@ def test_reading_leaves_out_a_line_cut_short_and_refuses_others(tmp_path: Path) 
     path.write_text('{"step": 1, "time": 2}\n{"step": 2, "ti')
     assert read_metrics(path) == [{"step": 1, "time": 2}]
     path.write_text('{"step": 1, "time": 2}\n{"step": 2, "ti\n{"step": 3, "time": 4}\n')
-    with pytest.raises(
-        ConfigError, match=r"metrics.jsonl, line 2: should be a JSON object, got '{\"step\": 2, \"ti'"
-    ):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl, line 2: not valid JSON: "):
         read_metrics(path)
     path.write_text("[1]\n")
-    with pytest.raises(ConfigError, match=r"line 1: should be a JSON object, got '\[1\]'"):
+    with pytest.raises(ConfigError, match=r"line 1: should be a JSON object, got \[1\]"):
         read_metrics(path)
     with pytest.raises(ConfigError, match=r"none.jsonl: no such file; is .* the folder of a run\?"):
         read_metrics(tmp_path / "none.jsonl")
@@ -122,9 +120,9 @@ def test_reading_leaves_out_a_line_cut_short_and_refuses_others(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"\xff\xfe\x00", "should be a JSON object, got '\ufffd\ufffd\\x00'"),
-        (b"", "should be a JSON object, got ''"),
-        (b'{"step": 12345678901234567}', """should be a JSON object, got '{"step": 12345678901234567}'"""),
+        (b"\xff\xfe\x00", "not valid JSON: "),
+        (b"", "not valid JSON: "),
+        (b'{"step": 12345678901234567}', "not valid JSON: a whole number with too many digits"),
         (b'{"time": 2}', "step: required"),
         (b'{"step": 1}', "time: required"),
         (b'{"step": null, "time": 2}', "step: should be a whole number, 0 or more, got null"),
@@ -140,7 +138,7 @@ def test_a_line_that_no_log_writes_is_named(line: bytes, message: str, tmp_path:
     path.write_bytes(b'{"step": 0, "time": 1}\n' + line + b"\n")
     with pytest.raises(ConfigError) as caught:
         read_metrics(path)
-    assert str(caught.value) == f"{path}, line 2: {message}"
+    assert str(caught.value).startswith(f"{path}, line 2: {message}")
 
 
 def test_open_keeps_the_configuration_and_writes_tensorboard(tmp_path: Path) -> None:

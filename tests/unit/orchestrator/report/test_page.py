@@ -146,9 +146,9 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"\xff\xfe", "should be a JSON object, got '\ufffd\ufffd'"),
-        (b'{"row": 1, "prom', 'should be a JSON object, got \'{"row": 1, "prom\''),
-        (b"[1]", "should be a JSON object, got '[1]'"),
+        (b"\xff\xfe", "not valid JSON: "),
+        (b'{"row": 1, "prom', "not valid JSON: "),
+        (b"[1]", "should be a JSON object, got [1]"),
         (b'{"row": 1}', "prompt: required"),
         (json.dumps(sample("1")).encode(), "row: should be a whole number, got '1'"),  # type: ignore[arg-type]
         (json.dumps(sample(1, response=None)).encode(), "response: should be text, got null"),
@@ -164,7 +164,7 @@ def test_a_line_that_no_evaluation_writes_is_named(line: bytes, message: str, tm
     path.write_bytes(path.read_bytes() + line)
     with pytest.raises(ConfigError) as caught:
         read_comparison(tmp_path)
-    assert str(caught.value) == f"{path}, line 2: not a sample of an evaluation: {message}"
+    assert str(caught.value).startswith(f"{path}, line 2: not a sample of an evaluation: {message}")
 
 
 def test_files_that_are_not_named_by_a_step_are_not_evaluations(tmp_path: Path) -> None:
