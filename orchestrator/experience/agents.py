@@ -167,7 +167,7 @@ def _read(told: dict[str, Any], request: SampleRequest, result: Any, most: int) 
     segments = as_one(found)
     for segment in segments:
         if (logprobs := segment.logprobs) is not None:
-            check_row(f"/rl/trajectory: prompt row {request.prompt.row}: logprobs", logprobs, len(segment.ids))
+            check_row(f"/rl/trajectory: prompt row {request.prompt.row}: logprobs", logprobs)
     if len(found) > most:
         raise Failed(
             f"had {len(found)} sequences, and {most} is the most (agent.sequences): a request goes on with one that "

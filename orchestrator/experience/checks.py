@@ -1,6 +1,6 @@
-"""Checks of every answer of the services, for lengths, finite numbers and age, before it is trained on or kept."""
+"""Checks of the services' answers, for what their clients leave to the caller, before they are trained on or kept."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,7 +10,6 @@ from quartet.columns import Columns
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
 from quartet.wire.errors import DeadlineExceeded, InvalidReply
-from quartet.wire.pairs import SCORE
 from services.reward.client import Parts, Scores
 from services.rollout.sample import Sample
 
@@ -29,20 +28,16 @@ def within(field: str) -> Iterator[None]:
 
 
 def check_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:
-    """Raises InvalidReply unless each sample has at least one token, and one finite log-prob per token."""
+    """Raises InvalidReply unless each sample has at least one token, and all log-probs are finite."""
     for prompt, sample in zip(prompts, samples, strict=True):
         where = f"rollout.Generate: prompt row {prompt.row}"
         if not len(sample.response_ids):
             raise InvalidReply(f"{where}: response_ids: empty; every response has a token")
-        check_row(f"{where}: logprobs", sample.logprobs, len(sample.response_ids))
+        check_row(f"{where}: logprobs", sample.logprobs)
 
 
 def check_tokens(call: str, field: str, columns: Columns, values: Floats) -> None:
-    """Raises InvalidReply unless there is a finite number for each sampled token."""
-    if len(values) != (tokens := columns.size("sampled")):
-        raise InvalidReply(
-            f"{call}: {field}: {len(values)} values for {tokens} sampled tokens; there must be one per token"
-        )
+    """Raises InvalidReply unless the numbers of all sampled tokens, [M], are finite."""
     finite = np.isfinite(values)
     if not finite.all():
         at = int(np.argmin(finite))
@@ -52,22 +47,10 @@ def check_tokens(call: str, field: str, columns: Columns, values: Floats) -> Non
         raise InvalidReply(f"{where} is {float(values[at])}; must be finite")
 
 
-def check_scores(
-    columns: Columns, scores: Mapping[str, Floats], names: Sequence[str], unscored: Collection[int] = ()
-) -> None:
-    """Raises InvalidReply unless there is a score of each of these names for each sample, and none of another name:
-    NaN for the samples with these indices, and a finite one for all others."""
+def check_scores(scores: Mapping[str, Floats], names: Sequence[str]) -> None:
+    """Raises InvalidReply unless there are scores of each of these names, and none of another name."""
     if {*scores} != {*names}:
         raise InvalidReply(f"reward.Score: scores: of {', '.join(scores)}; must be of {', '.join(names)}")
-    for name, given in scores.items():
-        if len(given) != len(columns):
-            raise InvalidReply(
-                f"reward.Score: scores: {len(given)} for {len(columns)} samples; there must be one each"
-            )
-        for index, (row, score) in enumerate(zip(columns["row"].tolist(), given.tolist(), strict=True)):
-            if index not in unscored and not np.isfinite(score):
-                of = SCORE if name == SCORE else f"{SCORE} {name}"
-                raise InvalidReply(f"reward.Score: prompt row {row}: {of} is {score}; must be finite")
 
 
 def process_rewards(columns: Columns, parts: Parts) -> Floats:
@@ -102,8 +85,8 @@ def check_scorer(before: str, scores: Scores) -> str:
 
 def check_own_logprobs(rows: Sequence[Floats]) -> None:
     """Raises InvalidReply unless all of the policy learner's log-probs of a batch are finite."""
-    if (wrong := first_not_finite(rows)) is not None:
-        raise InvalidReply(f"policy: the learner's own log-probs of the batch hold {wrong}; must be finite")
+    for row in rows:
+        check_row("policy: the learner's own log-probs", row)
 
 
 def check_ages(columns: Columns, step: int, version: int, bound: int) -> None:
@@ -118,19 +101,8 @@ def check_ages(columns: Columns, step: int, version: int, bound: int) -> None:
     )
 
 
-def first_not_finite(rows: Iterable[Floats]) -> float | None:
-    """The first number of all rows that is not finite; None if all are."""
-    for row in rows:
-        if not np.isfinite(row).all():
-            return float(row[np.argmin(np.isfinite(row))])
-    return None
-
-
-def check_row(where: str, row: Floats, length: int) -> None:
-    """Raises InvalidReply, which begins with `where`, unless a response of this length has a finite log-prob for each
-    token."""
-    if len(row) != length:
-        raise InvalidReply(f"{where}: {len(row)} values for {length} response tokens; there must be one per token")
+def check_row(where: str, row: Floats) -> None:
+    """Raises InvalidReply, which begins with `where`, unless all numbers of a row are finite."""
     finite = np.isfinite(row)
     if not finite.all():
         at = int(np.argmin(finite))

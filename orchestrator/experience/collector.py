@@ -310,7 +310,7 @@ class Collector:
             )
         self._scorer = check_scorer(self._scorer, scores)
         names = self._config.algorithm.score_names
-        check_scores(columns, scores.columns, names, scores.unscored)
+        check_scores(scores.columns, names)
         scored = self._with_turns(columns.with_rows(**{score_column(name): scores.columns[name] for name in names}))
         if scores.parts is not None:
             scored = scored.with_sampled(process_rewards=process_rewards(columns, scores.parts))

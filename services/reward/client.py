@@ -182,7 +182,7 @@ class RewardClient(ServiceClient[RewardStub]):
                 raise InvalidArgument(f"scorer.names: {', '.join(names)} has one twice")
             values = one_each(unpack_floats(reply.scores, "scores"), len(rows) * len(names), "scores", of)
             table = values.reshape(len(rows), len(names))
-            unscored = _unscored(reply, table)
+            unscored = _unscored(reply, table, names, rows)
             parts = _parts(reply, len(rows)) if reply.scorer.process else None
         columns = dict(zip(names, table.T, strict=True))
         return Scores(columns, reply.scorer.name, reply.scorer.model_hash, unscored, parts)
@@ -269,9 +269,9 @@ def _parts(reply: pb.ScoreResponse, pairs: int) -> Parts:
     return Parts(owners, places, rewards)
 
 
-def _unscored(reply: pb.ScoreResponse, table: Floats) -> dict[int, Unscored]:
-    """The pairs that the reply does not score. InvalidArgument unless these have NaN in `table`, [B, K], in all
-    columns, and each a reason, and all others have numbers."""
+def _unscored(reply: pb.ScoreResponse, table: Floats, names: Sequence[str], pairs: range) -> dict[int, Unscored]:
+    """The pairs that the reply does not score, of these of the call. InvalidArgument unless those have NaN in all
+    columns of `table`, [B, K], which have these names, and each a reason, and all others have numbers."""
     outcomes = np.frombuffer(reply.outcomes, np.uint8) if reply.outcomes else np.zeros(len(table), np.uint8)
     if len(outcomes) != len(table):
         raise InvalidArgument(f"outcomes: {len(outcomes)} for {len(table)} pairs; there must be one each, or none")
@@ -282,6 +282,9 @@ def _unscored(reply: pb.ScoreResponse, table: Floats) -> dict[int, Unscored]:
         raise InvalidArgument(f"reasons: {len(reply.reasons)} for {len(rows)} pairs without a score; one each")
     if not np.isnan(table[rows]).all():
         raise InvalidArgument("scores: a number for a pair that is not scored; must be NaN")
-    if not np.isfinite(table[outcomes == Outcome.SCORED]).all():
-        raise InvalidArgument("scores: a number that is not finite for a pair that is scored")
+    wrong = ~np.isfinite(table) & (outcomes == Outcome.SCORED)[:, None]
+    if wrong.any():
+        row, column = divmod(int(np.argmax(wrong)), len(names))
+        where = f"scores: {names[column]} of pair {pairs[row]} of the call"
+        raise InvalidArgument(f"{where} is {table[row, column]}; must be finite")
     return {row: Unscored(Outcome(outcomes[row]), why) for row, why in zip(rows, reply.reasons, strict=True)}

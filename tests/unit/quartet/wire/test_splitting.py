@@ -299,8 +299,8 @@ async def test_pairs_without_a_score_keep_their_places_over_parts() -> None:
         ([np.nan, 1], b"\0\7", ["broke"], r"outcomes\[1\]: 7 is no outcome"),
         ([np.nan, 1], b"\3\0", [], "reasons: 0 for 1 pairs without a score; one each"),
         ([0, 1], b"\3\0", ["broke"], "scores: a number for a pair that is not scored; must be NaN"),
-        ([np.nan, np.inf], b"\3\0", ["broke"], "scores: a number that is not finite for a pair that is scored"),
-        ([1, np.nan], b"", [], "scores: a number that is not finite for a pair that is scored"),
+        ([np.nan, np.inf], b"\3\0", ["broke"], "scores: score of pair 1 of the call is inf; must be finite"),
+        ([np.nan, 1], b"", [], "scores: score of pair 0 of the call is nan; must be finite"),
     ],
 )
 async def test_outcomes_that_cannot_be_are_refused(
@@ -314,6 +314,20 @@ async def test_outcomes_that_cannot_be_are_refused(
     async with served(add_RewardServicer_to_server, Wrong()) as channel:
         with pytest.raises(InvalidReply, match=f"^reward.Score: {message}$"):
             await RewardClient(channel).score_texts(["a"] * 2, ["b"] * 2, timeout_s=5)
+
+
+async def test_a_score_that_is_not_finite_is_named_by_its_place_in_the_whole_call() -> None:
+    class Wrong(RewardServicer):  # type: ignore[misc]
+        async def Score(self, request: Any, context: Any) -> Any:
+            texts = request.texts.responses
+            table = np.asarray([[1.0, np.nan if text == "bad" else 2.0] for text in texts], np.float32)
+            return reward_pb2.ScoreResponse(scores=pack_floats(table.reshape(-1)), scorer={"names": ["a", "b"]})
+
+    texts = ["good"] * 1100
+    texts[700] = "bad"
+    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+        with pytest.raises(InvalidReply, match=r"^reward.Score: scores: b of pair 700 of the call is nan"):
+            await RewardClient(channel).score_texts(["a"] * 1100, texts, timeout_s=5)
 
 
 def in_places(*places: tuple[int, int, float]) -> dict[str, Any]:
