@@ -55,7 +55,9 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
     """
     columns = json.loads(json.dumps(dict(doc), default=str))  # a data set may hold dates
     pair = {"prompt": str(doc[PROMPT]), "response": results[0], "label": str(doc[LABEL]), "columns": columns}
-    answer = _asked({"scorer": os.environ.get("QUARTET_SCORER", ""), "pairs": [pair]})
+    hub, token = os.environ.get("QUARTET_HUB", "http://127.0.0.1:18000/reward"), os.environ.get("QUARTET_TOKEN")
+    body = {"scorer": os.environ.get("QUARTET_SCORER", ""), "pairs": [pair]}
+    answer = asked(hub.rstrip("/"), token, body, TIMEOUT_S)
     [result], scorer = answer["results"], answer["scorer"]["name"]
     if result["outcome"] != "scored":
         raise UnscoredError(f"{scorer}: {result['outcome']}: {result['reason']} (prompt {pair['prompt'][:80]!r})")
@@ -63,14 +65,13 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
     return {"hub" if len(scores) == 1 else f"hub_{name}": score for name, score in scores.items()}
 
 
-def _asked(body: Mapping[str, Any]) -> Any:
-    """The hub's answer. A hub that is busy is asked again."""
-    hub, token = os.environ.get("QUARTET_HUB", "http://127.0.0.1:18000/reward"), os.environ.get("QUARTET_TOKEN")
+def asked(hub: str, token: str | None, body: Mapping[str, Any], timeout_s: float) -> Any:
+    """The hub's answer. A hub that is busy is asked again. RuntimeError if it refuses the request."""
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-    request = Request(f"{hub.rstrip('/')}/v1/rewards", json.dumps(body).encode(), headers)
+    request = Request(f"{hub}/v1/rewards", json.dumps(body).encode(), headers)
     # A proxy that the environment names is for other machines.
     here = urlsplit(hub).hostname in ("127.0.0.1", "::1", "localhost")
-    opener, ends = build_opener(_NoRedirects(), *([ProxyHandler({})] if here else [])), time.monotonic() + TIMEOUT_S
+    opener, ends = build_opener(_NoRedirects(), *([ProxyHandler({})] if here else [])), time.monotonic() + timeout_s
     while True:
         try:
             with opener.open(request, timeout=max(0.1, ends - time.monotonic())) as reply:

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from examples.lm_eval_hub import UnscoredError, asked
 
 TOGETHER = 32
 """Rows in one request."""
+TIMEOUT_S = 600.0
+"""Longest time for the scores of these, in seconds, with all that is asked again."""
 SECTIONS: Mapping[str, Mapping[str, int]] = {
     "Chat": {
         "alpacaeval-easy": 100,
@@ -56,17 +57,6 @@ SECTIONS: Mapping[str, Mapping[str, int]] = {
 """Section -> subset -> weight."""
 
 
-class UnscoredError(RuntimeError):
-    """The service has not scored a response."""
-
-
-class _NoRedirects(HTTPRedirectHandler):
-    """The key goes to the address that the user gave, and to no other."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follows none: the answer is an error of status 3xx."""
-
-
 def ask(door: str, scorer: str, key: str | None, pairs: Sequence[Mapping[str, Any]]) -> list[float]:
     """A score for each pair.
 
@@ -74,16 +64,7 @@ def ask(door: str, scorer: str, key: str | None, pairs: Sequence[Mapping[str, An
         UnscoredError: one has none.
         RuntimeError: the door refuses the request, or the scorer gives several scores.
     """
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    body = json.dumps({"scorer": scorer, "pairs": pairs}).encode()
-    # A proxy that the environment names is for other machines.
-    here = urlsplit(door).hostname in ("127.0.0.1", "::1", "localhost")
-    opener = build_opener(_NoRedirects(), *([ProxyHandler({})] if here else []))
-    try:
-        with opener.open(Request(f"{door}/v1/rewards", body, headers), timeout=600) as reply:
-            results = json.load(reply)["results"]
-    except HTTPError as error:
-        raise RuntimeError(f"{door}: status {error.code}: {error.read(1000).decode(errors='replace')}") from None
+    results = asked(door, key, {"scorer": scorer, "pairs": pairs}, TIMEOUT_S)["results"]
     for pair, result in zip(pairs, results, strict=True):
         if result["outcome"] != "scored":
             raise UnscoredError(f"{result['outcome']}: {result['reason']} ({pair['response'][:80]!r})")

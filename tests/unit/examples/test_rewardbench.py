@@ -1,16 +1,21 @@
 """RewardBench by the HTTP door, with the reward service's own replicas behind it."""
 
 import asyncio
+import io
 import json
 import shutil
 import sys
 from collections.abc import AsyncIterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import OpenerDirector, Request
 
 import pytest
 
-from examples.rewardbench_door import SECTIONS, UnscoredError, evaluate, main
+from examples.lm_eval_hub import UnscoredError
+from examples.rewardbench_door import SECTIONS, evaluate, main
 from tests.cluster import TEMPLATE
 from tests.unit.reward_door import reward_door, scorers_of_all_kinds
 
@@ -50,6 +55,23 @@ async def test_a_response_without_a_score_is_not_lost_but_ends_the_evaluation(do
         await asyncio.to_thread(evaluate, ROWS, door, "not there", None)
     with pytest.raises(RuntimeError, match="--scorer: gives long, words"):
         await asyncio.to_thread(evaluate, ROWS, door, "two", None)
+
+
+async def test_a_door_that_is_busy_is_asked_again(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    begin = OpenerDirector.open
+
+    def busy_at_first(opener: OpenerDirector, request: Request, **options: Any) -> Any:
+        opened.append(request.full_url)
+        if len(opened) < 3:
+            headers = Message()
+            headers["retry-after"] = "0.01"
+            raise HTTPError(request.full_url, (429, 503)[len(opened) - 1], "busy", headers, io.BytesIO(b"busy"))
+        return begin(opener, request, **options)
+
+    monkeypatch.setattr(OpenerDirector, "open", busy_at_first)
+    found = await asyncio.to_thread(evaluate, ROWS, door, "length", None)
+    assert (found["rows"], opened) == (5, [f"{door}/v1/rewards"] * 3)
 
 
 async def test_the_program_prints_json(
