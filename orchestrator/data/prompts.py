@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,22 +55,9 @@ class PromptSet:
     """Number of prompts that were left out because they exceed `max_prompt_length`."""
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that this module uses."""
-
-    name_or_path: str
-    chat_template: Any
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
-
-
 def load_prompts(
     config: DataConfig,
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     split: str,
     *,
     vocab_size: int | None = None,
@@ -79,6 +66,7 @@ def load_prompts(
     """Reads, tokenises and filters the prompts of `split`: a name, with a range such as `[:90%]` if wanted.
 
     Args:
+        tokenizer: one of Hugging Face's.
         vocab_size: the policy's vocabulary. If given, ids outside it are an error: the tokenizer is another model's.
         tools: JSON schemas of functions that the model may call, which a chat template writes into each prompt.
 
@@ -226,7 +214,7 @@ def check_columns(keys: Mapping[str, str | None], table: Table, where: str) -> N
 
 def _texts(
     values: Sequence[Any],
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     config: DataConfig,
     where: Sequence[str],
     tools: Sequence[Mapping[str, Any]],

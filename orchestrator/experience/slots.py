@@ -55,11 +55,6 @@ class Slots:
         self._deadlines: dict[int, int] = {}
         self._finished: set[int] = set()
 
-    @property
-    def under_way(self) -> list[int]:
-        """Groups that are admitted and not finished."""
-        return sorted(self._deadlines.keys() - self._finished)
-
     def free(self) -> int:
         """Number of groups that may be admitted now."""
         bound = self.served + self._staleness - self.next_take + 1

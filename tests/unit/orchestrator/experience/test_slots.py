@@ -28,7 +28,7 @@ def test_the_example_of_the_documentation() -> None:
     assert finished(slots, 3) is None
     assert finished(slots, 1) == [1, 3]
     slots.take([1, 3])
-    assert (slots.next_take, slots.free(), slots.under_way) == (5, 0, [0, 2])
+    assert (slots.next_take, slots.free()) == (5, 0)
     slots.wait()
     assert slots.free() == 0
     slots.commit(5)
@@ -130,7 +130,7 @@ def test_a_discarded_group_leaves_its_room_to_another() -> None:
     assert admitted(slots, 0) == [0, 1]
     assert finished(slots, 1) is None
     slots.discard(1)
-    assert (slots.under_way, slots.free()) == ([0], 1)
+    assert slots.free() == 1
     assert admitted(slots, 2) == [2]
     assert finished(slots, 0) is None  # a batch never takes what was discarded
     assert finished(slots, 2) == [0, 2]
