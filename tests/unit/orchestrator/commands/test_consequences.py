@@ -1,7 +1,6 @@
 """The consequences that `quartet up` names before it changes services that run."""
 
 import asyncio
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,10 +134,9 @@ def test_up_asks_the_dashboard_once_and_deploys_only_what_serve_takes(
         assert contents["orchestrator"]["policy"]["gradient_checkpointing"] is False
         raise Deployed
 
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # `up` changes it, for the head
     monkeypatch.setattr(up, "load_file", lambda path, check_services: deployment)
     monkeypatch.setattr(cluster, "running", lambda: HEAD)
-    monkeypatch.setattr(cluster, "start", lambda say, promised: HEAD)
+    monkeypatch.setattr(cluster, "start", lambda say, promised, variables: HEAD)
     monkeypatch.setattr(cluster, "check_environment", lambda ray, wanted: None)
     monkeypatch.setattr(cluster, "serve", counted)
     monkeypatch.setattr(up, "_check_startable", lambda deployment: None)
