@@ -157,3 +157,6 @@ class Pusher:
             self._replicas.served[replica] = (self._replicas.timeline, staged)
             self._replicas.changed.set()
         return PushReport(staged, ("a", "b"), 0.1, 1, "sum")
+
+    async def complete(self) -> None:
+        """No replica joins late here."""

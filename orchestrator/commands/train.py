@@ -44,7 +44,7 @@ from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.early import EarlyLogprobs
 from orchestrator.policy.ranks import Policy
-from orchestrator.push.newcomers import Desk, adding_newcomers, registered
+from orchestrator.push.newcomers import Newcomers, registered, taking_newcomers
 from orchestrator.push.prover import make_prover
 from orchestrator.push.pusher import WeightPusher
 from orchestrator.tracing.activity import parts_with
@@ -163,20 +163,25 @@ class Run:
         opened = registered(self.services.rollout.application, patience)
         # Claimed before anything is removed or restored, since another run may be using these services.
         certificates = watching_certificates({*targets_of(self._config).values()}, note)
-        async with certificates, claimed as hold, opened as desk:
+        async with (
+            certificates,
+            claimed as hold,
+            opened as desk,
+            taking_newcomers(desk, lambda: self.services.rollout.lease, ttl_s) as newcomers,
+        ):
             if not resume:
                 clear(self._checkpoints, overwrite=overwrite)
             keep_run_id(self.run_dir, run)
-            await self._finish(hold, desk, overwrite=overwrite, resume=resume)
+            await self._finish(hold, newcomers, overwrite=overwrite, resume=resume)
 
-    async def _finish(self, hold: Hold, desk: Desk, *, overwrite: bool, resume: bool) -> None:
+    async def _finish(self, hold: Hold, newcomers: Newcomers, *, overwrite: bool, resume: bool) -> None:
         checkpoint = to_resume(self.run_dir, self.deployment, self.progress.note) if resume else None
         for note in self.inputs.notes:
             self.progress.note(self.deployment.worded(note))
 
         async def carry_out(checkpoint: Checkpoint[TrainState] | None, attempt: int) -> None:
             again = resume or attempt > 0
-            await self._train(checkpoint, hold, desk, attempt, overwrite=overwrite, resume=again)
+            await self._train(checkpoint, hold, newcomers, attempt, overwrite=overwrite, resume=again)
 
         def last() -> Checkpoint[TrainState] | None:
             return latest(self._checkpoints)
@@ -195,7 +200,7 @@ class Run:
         self,
         checkpoint: Checkpoint[TrainState] | None,
         hold: Hold,
-        desk: Desk,
+        newcomers: Newcomers,
         attempt: int,
         *,
         overwrite: bool,
@@ -242,8 +247,8 @@ class Run:
                 waits = Waits(spans, parts_with([each.name for each in learners]))
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
                 trainer = Trainer(config, source, policy, learners, pusher, checkpoints, evaluator, record, waits)
-                newcomers = adding_newcomers(pusher, desk, services.rollout.lease, config.timeouts.lease_s)
-                async with pusher, newcomers, watching_services(services, services_now), checkpoints:
+                brought = newcomers.brought_by(pusher)
+                async with pusher, brought, watching_services(services, services_now), checkpoints:
                     save_to = policy_folder(config).resolve()
                     await trainer.run(state, save_to, resumed=checkpoint is not None)
             finally:

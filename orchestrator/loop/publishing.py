@@ -24,6 +24,9 @@ class Pusher(Protocol):
     async def deliver(self, staged: Any) -> PushReport:
         """Brings every rollout replica to the weights that were staged."""
 
+    async def complete(self) -> None:
+        """Brings replicas to the last version that joined too late for its push."""
+
 
 class Publishing:
     """Brings versions to the replicas, one after the other.

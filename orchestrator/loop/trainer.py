@@ -106,6 +106,7 @@ class Trainer:
                         await self._checkpoints.take_if_due(state, last=state.step == self._config.steps)
                     await self._record.pause()
                 await publishing.settled()
+                await self._pusher.complete()
             await self._policy.save(str(save_to))
 
     def _begin(self, state: TrainState, beside: Beside) -> tuple[Stream, Publishing]:

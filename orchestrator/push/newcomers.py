@@ -164,47 +164,86 @@ async def registered(application: str, again: Again) -> AsyncIterator[Desk]:
         await desk.close()
 
 
-@asynccontextmanager
-async def adding_newcomers(
-    pusher: WeightPusher, desk: Desk, lease: common_pb2.Lease, ttl_s: float
-) -> AsyncIterator[None]:
-    """Context in which newcomers to the rollout application get the last pushed version.
+class Newcomers:
+    """New rollout replicas, which come at any time while a run holds the application.
 
-    A permanent error ends the block, since newcomers would otherwise wait for ever.
-
-    Args:
-        pusher: brings them the weights.
-        desk: where they apply.
-        lease: the run's lease of the application, under which they take the weights.
-        ttl_s: seconds for which they count the run as alive.
+    While a pusher brings them its weights they begin with the last version that it pushed. At any other time they
+    begin with weights of their own, and take part in the next push: a run that begins, or goes back to a checkpoint,
+    waits for replicas itself.
     """
-    answer = partial(Answer, lease.SerializeToString(), ttl_s)
-    async with asyncio.TaskGroup() as group:
-        serving = group.create_task(_serve(pusher, desk, answer))
-        yield
-        serving.cancel()
 
+    def __init__(self, desk: Desk, lease: Callable[[], common_pb2.Lease], ttl_s: float) -> None:
+        """
+        Args:
+            desk: where they apply.
+            lease: gives the lease that the run holds, under which they take weights.
+            ttl_s: seconds for which they count the run as alive.
+        """
+        self._desk, self._lease, self._ttl_s = desk, lease, ttl_s
+        self._pusher: WeightPusher | None = None
+        self._taking: asyncio.Task[None] | None = None
 
-async def _serve(pusher: WeightPusher, desk: Desk, answer: Callable[[Ticket | None], Answer]) -> None:
-    """Answers applications, each after the push in progress, until cancelled."""
-
-    async def deliver(tickets: dict[str, Ticket | None]) -> None:
-        await desk.answer({name: answer(ticket) for name, ticket in tickets.items()})
-
-    while True:
-        applicants: dict[str, Applicant] = {}
+    @asynccontextmanager
+    async def brought_by(self, pusher: WeightPusher) -> AsyncIterator[None]:
+        """Context in which they get the pusher's weights."""
+        self._pusher = pusher
         try:
-            applicants = await desk.applicants()
-            if applicants:
-                await pusher.add_newcomers(applicants, deliver, first_death)
-        except LeaseLost:
-            raise
-        except _TRANSIENT_ERRORS as error:
-            # Ray adds lines with names of its own.
-            reason = str(error).partition("\n")[0]
-            joining = f" ({', '.join(sorted(applicants))})" if applicants else ""
-            log.warning("rollout replicas that join%s: %s", joining, reason)
-            await asyncio.sleep(RETRY_S)
+            yield
+        finally:
+            self._pusher = None
+            if self._taking is not None:  # they apply again
+                self._taking.cancel()
+                await asyncio.wait({self._taking})
+
+    async def take(self) -> None:
+        """Answers applications, each after the push in progress, until cancelled. Raises what does not mend itself,
+        since newcomers would otherwise wait for ever."""
+        while True:
+            applicants: dict[str, Applicant] = {}
+            try:
+                applicants = await self._desk.applicants()
+                if applicants:
+                    await self._taken(applicants)
+            except LeaseLost:
+                raise
+            except _TRANSIENT_ERRORS as error:
+                # Ray adds lines with names of its own.
+                reason = str(error).partition("\n")[0]
+                joining = f" ({', '.join(sorted(applicants))})" if applicants else ""
+                log.warning("rollout replicas that join%s: %s", joining, reason)
+                await asyncio.sleep(RETRY_S)
+
+    async def _taken(self, applicants: dict[str, Applicant]) -> None:
+        """Returns when they are answered, and have weights, or when their pusher is closed."""
+        if self._pusher is None:
+            await self._deliver(dict.fromkeys(applicants))
+            return
+        adding = self._pusher.add_newcomers(applicants, self._deliver, first_death)
+        self._taking = taking = asyncio.ensure_future(adding)
+        try:
+            await asyncio.wait({taking})
+        finally:
+            taking.cancel()
+            await asyncio.wait({taking})
+        if not taking.cancelled():
+            taking.result()
+
+    async def _deliver(self, tickets: dict[str, Ticket | None]) -> None:
+        lease = self._lease().SerializeToString()
+        await self._desk.answer({name: Answer(lease, self._ttl_s, ticket) for name, ticket in tickets.items()})
+
+
+@asynccontextmanager
+async def taking_newcomers(
+    desk: Desk, lease: Callable[[], common_pb2.Lease], ttl_s: float
+) -> AsyncIterator[Newcomers]:
+    """Context in which newcomers to the rollout application are answered, in which a permanent error ends the block.
+    Arguments as of Newcomers."""
+    newcomers = Newcomers(desk, lease, ttl_s)
+    async with asyncio.TaskGroup() as group:
+        taking = group.create_task(newcomers.take())
+        yield newcomers
+        taking.cancel()
 
 
 async def first_death(applicants: Mapping[str, Applicant]) -> str:

@@ -18,13 +18,16 @@ from orchestrator.tracing.spans import UNTRACED, Spans
 from protos import rollout_pb2 as pb
 from quartet.weight_transfer.probe import Probe
 from quartet.weight_transfer.registry import Applicant, Ticket
+from quartet.wire.backoff import Deadline
 from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 from services.rollout.client import RolloutClient
 
 log = logging.getLogger("quartet")
 
 LOOK_S = 0.5
-"""Seconds between two looks for a first replica."""
+"""Seconds between two looks for a first replica, or for one that joined."""
+NAMED_S = 10.0
+"""Seconds within which Serve names a replica that joined, unless it has died."""
 
 
 class PushFailed(ServiceError):
@@ -111,6 +114,8 @@ class WeightPusher:
         """True if the source holds weights that are not pushed yet."""
         self._pausing = False
         """True while a push waits for a first replica."""
+        self._joined: dict[str, int | None] = {}
+        """Newcomers that no push has found yet, with the version that they were brought to."""
         self._prover = prover
         self._track = spans.on("push")
 
@@ -159,6 +164,24 @@ class WeightPusher:
                 raise ValueError(f"version {staged.policy_version} was staged before another; its copy is gone")
             return await self._deliver(replace(staged, answers=[]))  # other replicas may answer by now
 
+    async def complete(self) -> None:
+        """Pushes the last version again to newcomers that the last pushes passed over: Serve names a replica a moment
+        after it has joined, and after a run's end no push follows. The learner must not have trained since. Raises
+        like `stage` and `deliver`."""
+        async with self._turn:
+            deadline = Deadline(NAMED_S)
+            while self._behind() and not deadline.passes_within(0):
+                if self._behind() & {report.replica for report in await self._discover()}:
+                    assert self._pushed is not None
+                    await self._deliver(await self._begin(self._pushed.policy_version, held=True))
+                else:
+                    await asyncio.sleep(LOOK_S)
+
+    def _behind(self) -> set[str]:
+        """Newcomers that were not brought to the version that was pushed last."""
+        last = self._pushed and self._pushed.policy_version
+        return {name for name, version in self._joined.items() if version != last}
+
     async def rest(self, at_most_s: float) -> None:
         """Pauses the replicas and makes them release their KV cache's memory until the next push, or `at_most_s`."""
         async with self._turn:
@@ -193,6 +216,7 @@ class WeightPusher:
             self._replicas.tell_proof(version, difference)
         seconds = time.monotonic() - staged.began
         self._pushed = PushReport(version, tuple(members), seconds, attempt, checksum, difference)
+        self._joined = {name: at for name, at in self._joined.items() if name not in members}
         self._ahead = False
         self._turn.notify_all()
         return self._pushed
@@ -287,6 +311,7 @@ class WeightPusher:
             await self._turn.wait_for(lambda: self._pausing or not self._ahead)
             if self._pushed is None or self._ahead:
                 await deliver(dict.fromkeys(applicants))
+                self._joined |= dict.fromkeys(applicants)
                 return
             hindered = [name for name, applicant in applicants.items() if self._group.hindered(name, applicant.place)]
             if hindered:
@@ -299,6 +324,7 @@ class WeightPusher:
                 ticket = _ticket(self._group, prepare, version, checksum, self._config.timeout_s, proof)
                 await deliver(dict.fromkeys(joining, ticket))
                 await self._send_to_newcomers(prepare, first_death(joining))
+                self._joined |= dict.fromkeys(joining, version)
 
     async def _send_to_newcomers(self, prepare: pb.Prepare, death: Awaitable[str]) -> None:
         """Sends the weights of the last push to the group of `prepare`, or gives it up at a death."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds
+from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds, Seed
 from quartet.config.functions import PATH
 from quartet.config.learner import LoraConfig
 from quartet.config.limits import LimitsConfig, completed_by
@@ -73,7 +73,7 @@ class RolloutConfig(Config):
     foreign_share: Annotated[Fraction, Field(gt=0)] = 0.05
     """Share of the engine's time that all callers outside of a run have together while the run holds the replica. An
     engine with a GPU of its own is theirs while it has nothing of the run's to do. 1: no such limit."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the engine, for requests without a seed."""
     weight_backend: Literal["auto", "nccl", "gloo", "ipc", "cuda-ipc"] = "auto"
     """Backend by which this replica accepts weights; auto accepts the one that orchestrator.weights.backend names."""

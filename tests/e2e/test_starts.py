@@ -86,6 +86,26 @@ async def test_losses_before_the_first_checkpoint_begin_the_run_again(quartet: Q
     assert short.steps() == [1, 2]
 
 
+async def test_replicas_that_start_for_longer_than_a_push_waits_for_them(quartet: Quartet, short: Run) -> None:
+    """The run goes back and asks the services what they are; the replicas wait for nothing that it would do later."""
+    raw = yaml.safe_load(short.config.read_text())
+    raw["orchestrator"].setdefault("weights", {})["patience_s"] = 0.5
+    short.config.write_text(yaml.safe_dump(raw))
+    process = short.start("--overwrite")
+    short.wait(lambda: any("ray::PolicyRank" in title for title in titles(quartet)), process)
+
+    def gave_up() -> bool:
+        for each in quartet.cluster.processes():
+            with suppress(psutil.Error):
+                if " ".join(each.cmdline()).startswith("ray::ServeReplica:rollout"):
+                    each.kill()
+        return "interrupted (" in short.log.read_text()
+
+    short.wait(gave_up, process)
+    assert process.wait(PATIENCE_S) == 0, short.log.read_text()
+    assert short.steps() == [1, 2]
+
+
 @pytest.mark.exhaustive  # in `make test` one dies there
 async def test_a_replica_that_stands_still_in_the_first_push(quartet: Quartet, short: Run) -> None:
     process = short.start("--overwrite")

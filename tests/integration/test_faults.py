@@ -22,7 +22,7 @@ from orchestrator.commands.up import consequences
 from orchestrator.deployment import serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import fixed
-from orchestrator.push.newcomers import adding_newcomers, registered
+from orchestrator.push.newcomers import registered
 from protos import rollout_pb2 as pb
 from quartet.wire.codec import pack_sequences
 from quartet.wire.errors import Unavailable
@@ -30,7 +30,7 @@ from services.rollout.sample import Sampling
 from tests import plain
 from tests.cluster import REPLACED_S, Quartet, engine_of, eventually, named, rollouts, whole
 from tests.listening import Listener
-from tests.newcomers import once
+from tests.newcomers import adding_newcomers, once
 from tests.pushing import ModelSource, hold, make_pusher, perturbed
 
 PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)

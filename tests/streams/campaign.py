@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import ray
 
-from orchestrator.push.newcomers import adding_newcomers, registered
+from orchestrator.push.newcomers import registered
 from orchestrator.push.pusher import WeightPusher
 from quartet.wire.errors import ServiceError
 from services.rollout.client import RolloutClient
@@ -25,7 +25,7 @@ from tests import plain
 from tests.chaos.victims import titled
 from tests.cluster import Quartet, eventually, rollouts
 from tests.models import BOS
-from tests.newcomers import once
+from tests.newcomers import adding_newcomers, once
 from tests.pushing import ModelSource, hold, make_pusher
 from tests.streams.certain import become, token_of
 

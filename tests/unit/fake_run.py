@@ -90,6 +90,9 @@ class FakePusher:
         self.journal.note("deliver", staged)
         return PushReport(staged, ("a",), 0.125, 1, "sum")
 
+    async def complete(self) -> None:
+        self.journal.note("complete")
+
 
 class FakeEvaluator:
     def __init__(self, journal: Journal) -> None:

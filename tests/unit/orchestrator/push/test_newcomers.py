@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RaySystemError
 
 from orchestrator.push import newcomers
-from orchestrator.push.newcomers import Desk, adding_newcomers, first_death, registered
+from orchestrator.push.newcomers import Desk, first_death, registered, taking_newcomers
 from protos import common_pb2, rollout_pb2
 from quartet.ranks.group import RanksLost
 from quartet.weight_transfer import registry
@@ -20,7 +20,7 @@ from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.registry import NAMESPACE, Answer, Applicant, Registry
 from quartet.wire.errors import Internal, LeaseLost, Unavailable, leaves
 from services.rollout.newcomer import catch_up
-from tests.newcomers import once
+from tests.newcomers import adding_newcomers, once
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
@@ -418,11 +418,40 @@ async def test_a_run_that_ends_is_not_held_up() -> None:
     assert desk.asked == 2
 
 
-async def test_a_newcomer_gets_the_lease_that_the_run_holds_now_with_its_ticket() -> None:
-    """After a return to a checkpoint that is another one than when it applied: the timeline of what it will hold."""
-    desk = FakeDesk()
-    for number in (4, 5):
-        pusher, lease = FakePusher(), common_pb2.Lease(run_id="ours", number=number)
-        async with asyncio.timeout(5), adding_newcomers(pusher, desk, lease, 30):  # type: ignore[arg-type]
+async def test_a_newcomer_is_answered_under_the_lease_that_the_run_holds_now_with_a_pusher_and_without() -> None:
+    """After a return to a checkpoint that is another one than when it applied: the timeline of what it will hold.
+    Until the pusher of the new learner is there, a run waits for the replica, and not the replica for the run."""
+    desk, held = FakeDesk(), common_pb2.Lease(run_id="ours")
+    async with asyncio.timeout(5), taking_newcomers(desk, lambda: held, 30) as newcomers:  # type: ignore[arg-type]
+        for held.number in (4, 5):
+            answers = len(desk.answers)
+            await until(lambda: len(desk.answers) > answers + 1)  # noqa: B023
+            assert desk.answers[-1] == {"new": Answer(held.SerializeToString(), 30, None)}
+            pusher = FakePusher()
+            async with newcomers.brought_by(pusher):  # type: ignore[arg-type]
+                await pusher.asked.wait()
+            assert desk.answers[-1] == {"new": Answer(held.SerializeToString(), 30, None)}
+
+
+class StuckPusher:
+    """Never answers."""
+
+    def __init__(self) -> None:
+        self.asked, self.left = asyncio.Event(), False
+
+    async def add_newcomers(self, *_: Any) -> None:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left = True
+
+
+async def test_a_pusher_that_is_closed_leaves_its_newcomers_to_the_run() -> None:
+    desk, pusher = FakeDesk(), StuckPusher()
+    async with asyncio.timeout(5), taking_newcomers(desk, lambda: LEASE, 30) as newcomers:  # type: ignore[arg-type]
+        async with newcomers.brought_by(pusher):  # type: ignore[arg-type]
             await pusher.asked.wait()
-        assert desk.answers[-1] == {"new": Answer(lease.SerializeToString(), 30, None)}
+            answers = len(desk.answers)
+        assert pusher.left
+        await until(lambda: len(desk.answers) > answers)

@@ -13,6 +13,7 @@ from quartet.wire.errors import Internal, Unavailable
 from tests.newcomers import nobody_looks
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.member_phases import MANIFEST
+from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
 HERE = Place("m")
@@ -195,3 +196,33 @@ async def test_newcomers_of_which_one_has_died_are_given_up_and_the_next_push_be
         await adding
     assert ("abandon", 2) in source.calls
     assert (await pushing).attempts == 1
+
+
+@in_virtual_time
+async def test_newcomers_whom_serve_names_after_the_last_push_get_its_version_at_the_end(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    await pusher.add_newcomers({"new": Applicant(1, HERE)}, Lobby(), nobody_looks)
+    assert (await pusher.push(2)).replicas == ("a",)
+    completing = asyncio.create_task(pusher.complete())
+    await asyncio.sleep(3)
+    assert not completing.done()
+    fleet.add(new=1)
+    await completing
+    assert fleet.versions == {"a": 2, "new": 2}
+
+
+@in_virtual_time
+async def test_the_end_waits_only_for_newcomers_that_are_behind_and_for_those_not_long(source: FakeSource) -> None:
+    fleet, loop = Fleet(source, a=1), asyncio.get_running_loop()
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    await pusher.add_newcomers({"new": Applicant(1, HERE)}, Lobby(), nobody_looks)
+    phases, began = len(fleet.phases), loop.time()
+    await pusher.complete()  # it joined at the last version
+    assert (len(fleet.phases), loop.time()) == (phases, began)
+    await pusher.push(2)
+    await pusher.complete()  # it has died
+    assert loop.time() - began == pytest.approx(10, abs=1)
+    assert fleet.versions == {"a": 2}
