@@ -216,7 +216,7 @@ class Training:
         try:
             tasks.run(self._trained())
         except asyncio.CancelledError:
-            pass  # by close
+            pass  # by close, or at the end of the program
         except BaseException as error:
             end = _single(error)
         self._paced.told.put(end)

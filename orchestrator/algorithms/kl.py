@@ -6,6 +6,7 @@ token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(pref
 ValueError if a mask is not boolean or a shape differs from the mask's.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -71,6 +72,11 @@ def adapted(coef: float, kl: float, samples: int, *, target: float, horizon: flo
         samples: number of these responses.
         target: nats per response.
         horizon: responses over which the coefficient reacts; more than 0.2 * samples, so that it stays above 0.
+
+    Raises:
+        ValueError: `kl` is not finite.
     """
+    if not math.isfinite(kl):
+        raise ValueError(f"kl must be finite, got {kl}")
     error = min(max(kl / target - 1, -KL_ERROR_CLIP), KL_ERROR_CLIP)
     return coef * (1 + error * samples / horizon)

@@ -172,7 +172,9 @@ async def evaluate_rows(
         raise ConfigError("--samples: the rows hold the responses, several to a prompt in rows of their own")
     left_out = Wanted(wanted.file, wanted.output).sampling
     if not wanted.generates and (given := [name for name, it in wanted.sampling.items() if it != left_out[name]]):
-        raise ConfigError(f"{', '.join(given)}: for a model that answers, and the rows hold responses; leave it out")
+        raise ConfigError(
+            f"{', '.join(given)}: for a model that answers; give --endpoint or --model too, or leave them out"
+        )
     if wanted.generates and (most := max(wanted.pass_at, default=0)) > wanted.samples:
         raise ConfigError(f"--pass-at {most}: needs as many --samples or more, got {wanted.samples}")
     async with AsyncExitStack() as stack:

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import psutil
 
@@ -17,6 +18,7 @@ from orchestrator.deployment import processes
 from orchestrator.deployment.cluster import Cluster, running
 from quartet.ranks.rank import Rank
 from quartet.ranks.stopped import stopped_again
+from quartet.threads import in_thread
 from quartet.weight_transfer.registry import Registry
 
 log = logging.getLogger("quartet")
@@ -50,7 +52,7 @@ async def _watch(head: Callable[[], Cluster | None]) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
         try:
-            seen = await asyncio.to_thread(_look, seen, head)
+            seen = await in_thread(partial(_look, seen, head), "looks for stopped processes")
         except Exception as error:  # a record or a process that cannot be read now may be read at the next look
             log.warning("stopped processes could not be looked for: %s", error)
 

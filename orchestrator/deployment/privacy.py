@@ -1,6 +1,7 @@
 """Settings that restrict a local Ray head, and each process that joins it, to this user and this machine."""
 
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -16,6 +17,8 @@ LONGEST_FOLDER = 38
 """Most bytes of the path of a folder for Ray's sockets: a socket's path may have 107, of which Ray needs 69."""
 
 _PREFIX = "quartet-"
+_MADE = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
+"""Names of the folders that tempfile makes."""
 MARKER = "head"
 """File in the folder with the secret of the head that made it."""
 
@@ -55,7 +58,8 @@ def find_folder(name: str) -> Path:
 def _place() -> Path:
     place = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
     # A process that has joined a head has the head's own folder there, which is removed when the head is stopped.
-    of_head = place.name.startswith(_PREFIX) and ((place / MARKER).exists() or not place.exists())
+    marked = os.path.exists(place / MARKER)  # which Path.exists raises for where the folder is another user's
+    of_head = _MADE.fullmatch(place.name) and (marked or not os.path.exists(place))
     return place.parent if of_head else place
 
 

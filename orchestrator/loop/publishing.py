@@ -25,7 +25,7 @@ class Pusher(Protocol):
         """Brings every rollout replica to the weights that were staged."""
 
     async def complete(self) -> None:
-        """Brings replicas to the last version that joined too late for its push."""
+        """Brings the replicas that joined too late for the last push to its version."""
 
 
 class Publishing:

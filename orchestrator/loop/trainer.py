@@ -106,8 +106,8 @@ class Trainer:
                         await self._checkpoints.take_if_due(state, last=state.step == self._config.steps)
                     await self._record.pause()
                 await publishing.settled()
-                await self._pusher.complete()
             await self._policy.save(str(save_to))
+            await self._pusher.complete()
 
     def _begin(self, state: TrainState, beside: Beside) -> tuple[Stream, Publishing]:
         """Sampling and publishing from `state` on, the tasks of both beside the loop."""

@@ -182,11 +182,15 @@ class Newcomers:
         self._desk, self._lease, self._ttl_s = desk, lease, ttl_s
         self._pusher: WeightPusher | None = None
         self._taking: asyncio.Task[None] | None = None
+        self._without: set[str] = set()
+        """Replicas that began with weights of their own, as there was no pusher."""
 
     @asynccontextmanager
     async def brought_by(self, pusher: WeightPusher) -> AsyncIterator[None]:
         """Context in which they get the pusher's weights."""
         self._pusher = pusher
+        pusher.joined(self._without)
+        self._without = set()
         try:
             yield
         finally:
@@ -217,6 +221,7 @@ class Newcomers:
         """Returns when they are answered, and have weights, or when their pusher is closed."""
         if self._pusher is None:
             await self._deliver(dict.fromkeys(applicants))
+            self._without |= applicants.keys()
             return
         adding = self._pusher.add_newcomers(applicants, self._deliver, first_death)
         self._taking = taking = asyncio.ensure_future(adding)

@@ -4,18 +4,19 @@ replica."""
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.group import PushGroup
-from orchestrator.push.prover import Prover
+from orchestrator.push.prover import Prover, PushDisproved
 from orchestrator.push.replicas import Misfit, Missing, Replicas
 from orchestrator.push.source import WeightSource, both
 from orchestrator.push.transport import SHARED_BACKENDS
 from orchestrator.tracing.spans import UNTRACED, Spans
 from protos import rollout_pb2 as pb
+from quartet.config.base import ConfigError
 from quartet.weight_transfer.probe import Probe
 from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.backoff import Deadline
@@ -166,16 +167,36 @@ class WeightPusher:
 
     async def complete(self) -> None:
         """Pushes the last version again to newcomers that the last pushes passed over: Serve names a replica a moment
-        after it has joined, and after a run's end no push follows. The learner must not have trained since. Raises
-        like `stage` and `deliver`."""
+        after it has joined, and after a run's end no push follows. The learner must not have trained since. A warning
+        tells of those that it does not reach.
+
+        Raises:
+            LeaseLost: another run has taken the replicas over.
+            PushDisproved: a replica took the push but computes with other weights.
+        """
         async with self._turn:
-            deadline = Deadline(NAMED_S)
-            while self._behind() and not deadline.passes_within(0):
-                if self._behind() & {report.replica for report in await self._discover()}:
-                    assert self._pushed is not None
-                    await self._deliver(await self._begin(self._pushed.policy_version, held=True))
-                else:
-                    await asyncio.sleep(LOOK_S)
+            deadline, reason = Deadline(NAMED_S), "Serve does not name them"
+            try:
+                while self._behind() and not deadline.passes_within(0):
+                    if self._behind() & {report.replica for report in await self._discover()}:
+                        assert self._pushed is not None
+                        await self._deliver(await self._begin(self._pushed.policy_version, held=True))
+                    else:
+                        await asyncio.sleep(LOOK_S)
+            except (LeaseLost, PushDisproved):
+                raise
+            except (ServiceError, ConfigError) as error:
+                reason = str(error)
+            if behind := self._behind():
+                log.warning(
+                    "rollout replicas that joined too late for the last push have other weights (%s): %s",
+                    ", ".join(sorted(behind)),
+                    reason,
+                )
+
+    def joined(self, names: Iterable[str]) -> None:
+        """Notes newcomers that began with weights of their own."""
+        self._joined |= dict.fromkeys(names)
 
     def _behind(self) -> set[str]:
         """Newcomers that were not brought to the version that was pushed last."""
@@ -311,11 +332,12 @@ class WeightPusher:
             await self._turn.wait_for(lambda: self._pausing or not self._ahead)
             if self._pushed is None or self._ahead:
                 await deliver(dict.fromkeys(applicants))
-                self._joined |= dict.fromkeys(applicants)
+                self.joined(applicants)
                 return
             hindered = [name for name, applicant in applicants.items() if self._group.hindered(name, applicant.place)]
             if hindered:
                 await deliver(dict.fromkeys(hindered))
+                self.joined(hindered)
             joining = {name: applicant for name, applicant in applicants.items() if name not in hindered}
             if joining:
                 prepare = self._group.newcomers({name: its.workers for name, its in joining.items()})

@@ -260,7 +260,7 @@ async def test_chats_of_others_are_paired_by_their_messages(tmp_path: Path) -> N
         ({"samples": 2}, "--samples: the rows hold the responses"),
         (
             {"temperature": 0.0, "chat": True, "fields": {"top_p": 1}},
-            "--chat, --temperature, --field: for a model that answers, and the rows hold responses",
+            "--chat, --temperature, --field: for a model that answers; give --endpoint or --model too",
         ),
         ({"file": Path("nothing.jsonl")}, "nothing.jsonl: no such file"),
     ],

@@ -73,9 +73,12 @@ def test_a_process_that_has_joined_a_head_makes_the_next_ones_folder_beside_it(
     assert make_folder("third").parent == place
 
 
-def test_a_place_without_room_for_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"^RAY_TMPDIR: no folder can be made in .*/none: No such file"):
+@pytest.mark.parametrize("name", ["none", "quartet-none"])
+def test_a_place_without_room_for_a_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / name))
+    with pytest.raises(ValueError, match=rf"^RAY_TMPDIR: no folder can be made in .*/{name}: No such file"):
         make_folder("secret")
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +47,10 @@ class FakePusher:
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
         self.asked = asyncio.Event()
+        self.behind: set[str] = set()
+
+    def joined(self, names: Iterable[str]) -> None:
+        self.behind |= {*names}
 
     async def add_newcomers(self, applicants: Any, deliver: Any, first_death: Any) -> None:
         if self.failures:
@@ -431,13 +435,13 @@ async def test_a_newcomer_is_answered_under_the_lease_that_the_run_holds_now_wit
             async with newcomers.brought_by(pusher):  # type: ignore[arg-type]
                 await pusher.asked.wait()
             assert desk.answers[-1] == {"new": Answer(held.SerializeToString(), 30, None)}
+            assert pusher.behind == {"new"}
 
 
-class StuckPusher:
+class StuckPusher(FakePusher):
     """Never answers."""
 
-    def __init__(self) -> None:
-        self.asked, self.left = asyncio.Event(), False
+    left = False
 
     async def add_newcomers(self, *_: Any) -> None:
         self.asked.set()

@@ -214,7 +214,9 @@ async def test_newcomers_whom_serve_names_after_the_last_push_get_its_version_at
 
 
 @in_virtual_time
-async def test_the_end_waits_only_for_newcomers_that_are_behind_and_for_those_not_long(source: FakeSource) -> None:
+async def test_the_end_waits_only_for_newcomers_that_are_behind_and_for_those_not_long(
+    source: FakeSource, logged: list[str]
+) -> None:
     fleet, loop = Fleet(source, a=1), asyncio.get_running_loop()
     pusher = make_pusher(fleet)
     await pusher.push(1)
@@ -226,3 +228,22 @@ async def test_the_end_waits_only_for_newcomers_that_are_behind_and_for_those_no
     await pusher.complete()  # it has died
     assert loop.time() - began == pytest.approx(10, abs=1)
     assert fleet.versions == {"a": 2}
+    assert [line for line in logged if "(new)" in line]
+
+
+@in_virtual_time
+async def test_a_newcomer_that_does_not_take_the_last_version_costs_a_finished_run_nothing(
+    source: FakeSource, logged: list[str]
+) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet)
+    pusher.joined(["new"])
+    await pusher.push(1)
+    fleet.add(new=1)
+    source.failures = [Internal("policy.send: the learner is gone")] * 9
+    await pusher.complete()
+    assert fleet.versions["a"] == 1
+    assert any("(new)" in line and "the learner is gone" in line for line in logged)
+    source.failures = []
+    await pusher.complete()
+    assert fleet.versions == {"a": 1, "new": 1}

@@ -43,8 +43,8 @@ async def test_the_order_of_a_run(policy_folder: Path) -> None:
         ("evaluate", 3, 4),
         ("log", 3),
         ("checkpoint", 3, "last"),
-        "complete",
         ("save", "saved"),
+        "complete",
     ]
     assert stage.progress.calls == [("start", 3, 0), "before training", ("step", 1), ("step", 2), ("step", 3), "stop"]
 

@@ -39,7 +39,7 @@ async def test_a_run_that_is_finished_is_not_trained_again_and_goes_on_with_more
     finished = whole.checkpoints.states[-1]
     assert finished.step == 3
     await again.go_on(finished)
-    assert again.journal.events == [("push", 4), "complete", ("save", str(SAVE_TO))]
+    assert again.journal.events == [("push", 4), ("save", str(SAVE_TO)), "complete"]
     longer, straight = Stage(policy_folder, steps=5), Stage(policy_folder, steps=5)
     await longer.go_on(finished)
     await straight.run()
