@@ -38,6 +38,7 @@ async def test_the_door_scores_pairs_with_all_that_is_known_of_them(policy_folde
     async with reward_door.reward_door(scorers) as port:
         url = f"http://127.0.0.1:{port}/reward"
         made = await asyncio.to_thread(remote, url, scorer="length")
+        reward_door.SEEN.clear()  # of pairs that other tests have sent from this process
         talk = ({"role": "user", "content": "w5"}, {"role": "assistant", "content": "w7 w8"})
         pairs = [
             Pair("w5", "w7 w8", "yes", ended=False, columns={"topic": 3}, group=8),
