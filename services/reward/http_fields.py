@@ -63,7 +63,8 @@ class GivenPair(Body):
     columns: dict[str, Any] = {}
     """All else that is known of the pair, such as other columns of the data set, for function scorers."""
     group: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    """The same number for all responses to one prompt, for scorers that compare them; of no other request."""
+    """The same number for all responses to one prompt, for scorers that compare them. Another request's are of other
+    prompts, unless both have the same `groups_of`."""
     ended: bool | None = None
     """False: the response was cut off before its end. Left out: a text was not, and ids were not if they end in the
     tokenizer's end-of-sequence token."""
@@ -86,6 +87,9 @@ class RewardsRequest(Body):
     pairs: Annotated[list[GivenPair], Field(min_length=1, max_length=MOST_ROWS)]
     pair_timeout_s: Annotated[float, Field(ge=LEAST_S, le=86_400)] | None = None
     """The longest time in seconds that the scorer should spend on a pair; left out: what the scorer allows."""
+    groups_of: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Text of the caller's choice, such as a random one: in all of its requests with it, pairs of one `group`
+    are responses to one prompt. Left out: a request's groups are its own."""
 
     @model_validator(mode="after")
     def _all_of_one_form(self) -> Self:

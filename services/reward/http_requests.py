@@ -1,5 +1,6 @@
 """Requests to the scorers, made from bodies of requests over HTTP."""
 
+import hashlib
 import json
 import re
 import secrets
@@ -40,9 +41,17 @@ def of_rewards(asked: RewardsRequest) -> pb.ScoreRequest:
         made.columns.extend(json.dumps(pair.columns) for pair in pairs)
     groups = np.asarray([pair.group for pair in pairs if pair.group is not None], np.int64)
     # Every request may number its groups from 0 on, also where several come from one caller. The sum wraps around.
-    made.groups = pack_longs(groups + np.int64(secrets.randbits(63)))
+    made.groups = pack_longs(groups + np.int64(_numbered_from(asked.groups_of)))
     made.pair_timeout_s = asked.pair_timeout_s or 0.0
     return made
+
+
+def _numbered_from(groups_of: str | None) -> int:
+    """The number of group 0: the same in all requests with this text, and in no other without one."""
+    if groups_of is None:
+        return secrets.randbits(63)
+    digest = hashlib.blake2b(groups_of.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _of_pairs(pairs: Sequence[GivenPair]) -> pb.ScoreRequest:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ class OverHttp:
         self._options = options
         self._url = options["url"].rstrip("/")
         self._client: httpx.AsyncClient | None = None
+        # Workers are forked of the process that makes this object, so that all of them send the same.
+        self._groups_of = secrets.token_hex(16)
 
     def _opened(self) -> httpx.AsyncClient:
         variable = self._options["api_key"]
@@ -69,12 +72,15 @@ class OverHttp:
             self._client = self._opened()
         asked, deadline = self._client, Deadline(seconds)
         rows = [*map(_pair, pairs)]
+        # A prompt's responses may come in several calls, and one call's pairs go in several requests.
+        grouped = {} if pairs[0].group is None else {"groups_of": self._groups_of}
 
         async def part(some: range) -> RemoteScores:
             body = {
                 "scorer": self._options["scorer"],
                 "pairs": rows[some.start : some.stop],
                 "pair_timeout_s": max(0.8 * seconds, LEAST_S),
+                **grouped,
             }
             most = _MOST_BYTES + len(some) * _MOST_PAIR_BYTES
             answer = _read(RewardsAnswer, await self._answered(asked, "POST", "/v1/rewards", body, deadline, most))

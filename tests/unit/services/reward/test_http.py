@@ -105,6 +105,14 @@ async def test_a_pair_without_a_score_has_null_its_outcome_and_the_reason(port: 
     assert (dict(second.columns), second.group) == ({}, third.group)
     # The numbers of a request are of no other.
     assert len({each.group for each in reward_door.SEEN[-6:]}) == 4
+    # Unless both say that their numbers are of one whole.
+    for whole in ("a", "a", "b"):
+        await scored(port, "/v1/rewards", {"scorer": "length", "pairs": known, "groups_of": whole})
+    of_two, others = reward_door.SEEN[-9:-3], reward_door.SEEN[-3:]
+    assert (len({each.group for each in of_two}), len({each.group for each in of_two + others})) == (2, 4)
+    for wrong in ("", "a" * 257, 3):
+        body = {"scorer": "length", "pairs": known, "groups_of": wrong}
+        assert (await asked(port, "/v1/rewards", body)).status == 400
     cut = [pair("w7", ended=False), pair("w8 w9")]
     await scored(port, "/v1/rewards", {"scorer": "length", "pairs": cut})
     ended = {each.response: each.ended for each in reward_door.SEEN[-2:]}

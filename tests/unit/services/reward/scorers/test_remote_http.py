@@ -55,6 +55,11 @@ async def test_the_door_scores_pairs_with_all_that_is_known_of_them(policy_folde
         others = [each.group for each in reward_door.SEEN if each.response in ("w14", "w15", "w16", "w17")]
         assert None not in (seen.group, *others)
         assert seen.group not in others
+        await ask(made, *[Pair("w5", "w7", label=str(each), group=each % 2) for each in range(600)])
+        await ask(made, *[Pair("w5", "w7", label=str(each), group=each % 2) for each in range(2)])
+        *_, one, other = reward_door.SEEN
+        assert len({each.group for each in reward_door.SEEN}) == 2  # of three requests
+        assert one.group != other.group
         assert (await ask(made, Pair("", "w7 w8", messages=talk))).told == [5.0]
         assert [dict(each) for each in reward_door.SEEN[-1].messages] == [*talk]
         named = await asyncio.to_thread(remote, url, scorer="two", names=["long", "words"])
@@ -265,6 +270,24 @@ async def test_pairs_of_several_forms_are_several_requests_of_which_each_has_its
     ]
     assert (await ask(made, *pairs)).told == [1.0, 3.0, 4.0, 0.0]
     assert sorted(told, key=str) == [[(list, 7)], [(str, 7)], [(str, None)] * 2]
+
+
+async def test_the_groups_of_all_workers_are_of_one_whole(stranger: Stranger) -> None:
+    made = await asyncio.to_thread(remote, stranger.url, workers=2)
+    wholes, both = list[str | None](), threading.Barrier(2)
+
+    def noted(handler: BaseHTTPRequestHandler, asked: Any) -> None:
+        wholes.append(asked.get("groups_of"))
+        if "groups_of" in asked:
+            both.wait(60)  # so that another worker has the other call
+        told(ALL)(handler, asked)
+
+    stranger.answer = noted
+    await asyncio.gather(*(ask(made, Pair("", "a", group=7)) for _ in range(2)))
+    await ask(made, Pair("", "a"))
+    first, second, none = wholes
+    assert first is not None
+    assert (second, none) == (first, None)
 
 
 async def test_a_busy_service_is_asked_again_with_the_key(
