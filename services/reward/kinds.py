@@ -256,13 +256,25 @@ class JsonSchemaScorerConfig(_AnswerKind):
         try:
             if not isinstance(self.json_schema.get("$schema", ""), str):
                 raise ValueError
-            jsonschema.validators.validator_for(self.json_schema).check_schema(self.json_schema)
+            default = jsonschema.Draft202012Validator
+            kind = jsonschema.validators.validator_for(self.json_schema, default=default)
+            kind.check_schema(self.json_schema)
         except jsonschema.SchemaError as error:
             yield f"json_schema: is no schema: {error.message} at {error.json_path}"
+            return
         except ValueError:
             yield "json_schema: $schema should be an address, such as https://json-schema.org/draft/2020-12/schema"
+            return
         if outside := next((ref for ref in _references(self.json_schema) if not ref.startswith("#")), ""):
             yield f"json_schema: refers to {outside!r}, which would have to be fetched; copy it into $defs"
+            return
+        # What only a $ref says is a schema is not looked at above.
+        for text in ("null", "{}", "[]", '""', "0"):
+            try:
+                kind(self.json_schema).is_valid(json.loads(text))
+            except Exception as error:
+                yield f"json_schema: cannot be applied to {text}: {type(error).__name__}: {error}"
+                return
 
 
 class MathScorerConfig(_AnswerKind):

@@ -37,6 +37,11 @@ def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
             return 0.0
         except Unresolvable:
             raise UnusableError("refers to another document") from None
+        except Exception:
+            if own is not None:
+                raise
+            # Of a part that is a schema only as some $ref says so: `check_schema` does not look at it.
+            raise UnusableError("is no JSON schema") from None
 
     return by_pairs(score, options, expected=read if own is None else None)
 

@@ -124,6 +124,16 @@ def test_a_regular_expression_without_end_costs_its_pair_alone() -> None:
     assert told(scorer, [("a", ""), ("a" * 60 + "b", ""), ("c", "")]) == [1, TIMEOUT, 0]
 
 
+BEHIND_REFERENCES: tuple[dict[str, Any], ...] = (
+    {"x": {"pattern": "("}, "$ref": "#/x"},
+    {"x": 1, "$ref": "#/x"},
+    {"x": {"type": "nonsense"}, "$ref": "#/x"},
+    {"x": {"multipleOf": 0}, "$ref": "#/x"},
+    {"$ref": "#/x"},
+)
+"""Schemas with something that is none where only a reference looks."""
+
+
 def test_json_schemas() -> None:
     schema = {"type": "object", "required": ["name"], "properties": {"name": {"$ref": "#/$defs/name"}}}
     schema["$defs"] = {"name": {"type": "string", "minLength": 2}}
@@ -141,6 +151,10 @@ def test_json_schemas() -> None:
     assert told(cents, [(each, "") for each in ("0.25", "0.255", "1e999", "1" + "0" * 400)]) == [1, 0, 0, 0]
     away = Pair("", "[]", columns={"schema": {"$ref": "http://127.0.0.1:1/schema"}})
     assert told(own, [away]) == [NOT_APPLICABLE]
+    for behind in BEHIND_REFERENCES:
+        given = [Pair("", response, columns={"schema": behind}) for response in ('""', "[]", "1", '{"a": 1}', "null")]
+        assert NOT_APPLICABLE in told(own, given)
+        assert {*told(own, given)} <= {0, 1, NOT_APPLICABLE}
 
 
 def test_mathematics() -> None:
@@ -332,6 +346,10 @@ def test_programs_have_limits(network: bool, tmp_path: Path) -> None:
         (
             {"kind": "json_schema", "json_schema": {"$ref": "http://a/b"}},
             "json_schema: refers to 'http://a/b', which",
+        ),
+        *(
+            ({"kind": "json_schema", "json_schema": behind}, "json_schema: cannot be applied to ")
+            for behind in BEHIND_REFERENCES
         ),
         ({"kind": "regex", "pair_timeout_s": 0}, "scorer.pair_timeout_s: "),
         ({"kind": "code", "test_memory_mib": 1}, "scorer.test_memory_mib: "),
