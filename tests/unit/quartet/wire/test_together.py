@@ -1,7 +1,9 @@
 """Calls that are gathered: each gets its own result, although others are cancelled meanwhile."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -48,7 +50,7 @@ async def test_nothing_is_done_for_those_that_were_cancelled() -> None:
     assert work.asked == [[0, 1], [6]]
 
 
-async def test_the_others_go_on_when_the_one_that_carries_the_work_out_is_cancelled() -> None:
+async def test_work_that_has_begun_is_done_once_for_the_others_when_one_is_cancelled() -> None:
     work = Work()
     together = Together(work)
     first, *others = [asyncio.create_task(together(number)) for number in range(3)]
@@ -58,7 +60,45 @@ async def test_the_others_go_on_when_the_one_that_carries_the_work_out_is_cancel
     work.goes_on.set()
     assert await asyncio.gather(*others) == [10, 20]
     assert first.cancelled()
-    assert work.asked == [[0, 1, 2], [1, 2]]
+    assert work.asked == [[0, 1, 2]]
+
+
+async def test_the_end_of_the_work_s_own_task_ends_all_that_wait() -> None:
+    work = Work()
+    together = Together(work, 2)
+    calls = [asyncio.create_task(together(number)) for number in range(3)]
+    await settled()
+    assert together._task is not None
+    together._task.cancel()
+    async with asyncio.timeout(5):
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(end) for end in ends] == [asyncio.CancelledError] * 3
+    work.goes_on.set()
+    assert await together(3) == 30
+
+
+async def test_an_error_for_which_nobody_waits_any_more_is_dropped() -> None:
+    told = list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    fails = asyncio.Event()
+
+    async def failing(asked: Sequence[int]) -> list[int]:
+        if asked == [0]:
+            await fails.wait()
+            raise KeyError("work")
+        return list(asked)
+
+    together = Together(failing)
+    first = asyncio.create_task(together(0))
+    await settled()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    fails.set()
+    async with asyncio.timeout(5):
+        assert await together(1) == 1
+    del first
+    gc.collect()
+    assert told == []
 
 
 async def test_work_that_fails_or_gives_too_few_results_fails_all_that_were_asked_together() -> None:
