@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -159,7 +160,7 @@ class VLLMCompletions:
         self._name()
         version, longest = self._version_of(given.get("model")), self._served.engine.max_length
         versions = None if version is None else (version, version)
-        begun, held = carried(given.get("messages", ())), None
+        begun, held, bounded = carried(given.get("messages", ())), None, False
         if session is not None and path in _SAMPLES:
             # In a thread, as there may be thousands of messages.
             known = await asyncio.to_thread(digests, given) if path == _CHAT else []
@@ -168,17 +169,17 @@ class VLLMCompletions:
             begun = found if found.messages >= begun.messages else begun
             longest = min(longest, terms.max_length or longest)
             if terms.purpose is not Purpose.FOREIGN:
-                share = Share(share.name, terms.purpose)
+                share = replace(share, purpose=terms.purpose)
             try:
                 given = of_session(given, terms, turn)
                 if terms.bounds:
                     self._served.check(terms.versions)
                     if versions is None and terms.versions.HasField("max_version"):
-                        versions = terms.versions.min_version, terms.versions.max_version
+                        versions, bounded = (terms.versions.min_version, terms.versions.max_version), True
             except ServiceError:
                 await session.leave(turn)
                 raise
-        call = OpenAICall(self._served, self._requests, share, versions, longest, held)
+        call = OpenAICall(self._served, self._requests, share, versions, longest, held, bounded=bounded)
         # Their log-probs are in a message that brings them, whether or not they are asked for otherwise.
         tells = path == _CHAT and given.get("return_token_ids") and not given.get("stream")
         call.keeps |= bool(tells)

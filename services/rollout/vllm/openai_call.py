@@ -120,6 +120,8 @@ class OpenAICall:
         versions: tuple[int, int] | None,
         longest: int,
         turn: Turn | None = None,
+        *,
+        bounded: bool = False,
     ) -> None:
         """
         Args:
@@ -128,8 +130,10 @@ class OpenAICall:
             versions: the oldest and the newest version that may sample its tokens; None for any.
             longest: most tokens of a prompt and its response.
             turn: the turn of a session that it is.
+            bounded: the versions are those of its session's terms, and not the one that `model` names.
         """
         self._served, self._requests, self.share, self._versions = served, requests, share, versions
+        self._bounded = bounded
         self._longest, self.turn = longest, turn
         self._taken: list[_Taken] = []
         self._newest: int | None = None
@@ -163,7 +167,7 @@ class OpenAICall:
             params.logprobs = 0
             if params.output_kind is not RequestOutputKind.DELTA:
                 # Nobody asked for log-probs, and so nobody could tell why there are too many to list.
-                params.max_tokens = min(params.max_tokens, MOST_LISTED)
+                params.max_tokens = min(params.max_tokens, MOST_LISTED // (params.n or 1))
         # A text that ends a response is looked for in each output, and log-probs of a prompt come with the first; the
         # scheduler would join them to the last.
         if params.stop or params.prompt_logprobs is not None:
@@ -265,8 +269,12 @@ class OpenAICall:
                 oldest, newest = self._versions
                 if any(not oldest <= version <= newest for version, *_ in taken.spans):
                     # A push came while it waited or ran.
-                    served = f"served is {taken.spans[-1][0]}; ask for the newest without a version"
-                    told = f"model: version {newest} is not served any more; {served}"
+                    served = f"served is {taken.spans[-1][0]}"
+                    if self._bounded:
+                        told = f"max_version: the session takes {oldest} to {newest}, and {served}"
+                    else:
+                        told = f"model: version {newest} is not served any more; {served}"
+                        told += "; ask for the newest without a version"
                     raise GracefulHTTPError(told, HTTPStatus.NOT_FOUND)
             if taken.spans:
                 self._note(taken.spans[-1][0])

@@ -50,7 +50,7 @@ from tests.http_requests import Answer
 from tests.models import BOS, EOS, MAX_LENGTH, ROWS, make_tokenizer
 from tests.unit.local_sessions import LocalSessions
 
-ME = Share("me", Purpose.FOREIGN)
+ME = Share("me", Purpose.FOREIGN, "declared")
 TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
 
@@ -636,7 +636,7 @@ async def test_a_run_s_session_has_its_seeds_its_bounds_and_its_place_in_the_que
     # What is left of the session's length, where that is less.
     assert [params.max_tokens for _, params in talking.llm.asked] == [4, 2, 2]
     assert checked == [bounds] * 3
-    assert shares == [Share(ME.name, Purpose.TRAINING)] * 3
+    assert [(share.name, share.purpose, share.run) for share in shares] == [("me", Purpose.TRAINING, "declared")] * 3
     assert long.status == 200
     told = told_of(talking, "run")
     assert [each["finish_reason"] for each in told["interactions"]] == ["length"] * 3
@@ -711,7 +711,11 @@ async def test_an_evaluation_s_session_gets_no_other_version(talking: Replica) -
     talking.sessions.held.start(ME.name, "run", "t", "", {"bounds": bounds.SerializeToString()})
     got = await talking.ask(CHAT, "run", messages=[USER], max_tokens=8)
     assert got.status == 404
+    assert got.json["error"]["message"] == "max_version: the session takes 3 to 3, and served is 4"
     assert told_of(talking, "run")["interactions"] == []
+    talking.engine.version = 3
+    named = await talking.ask(CHAT, "run", model="mine@3", messages=[USER], max_tokens=8)
+    assert named.json["error"]["message"].startswith("model: version 3 ")
 
 
 @pytest.mark.parametrize(("oldest", "newest", "status"), [(3, 4, 200), (3, 5, 200), (4, 5, 404)])
@@ -877,6 +881,9 @@ async def test_log_probs_that_a_session_keeps_end_a_response_at_the_bound(
     await talking.ask(CHAT, messages=[USER])
     longest = MAX_LENGTH - len(talking.prompts()[0])
     assert [params.max_tokens for _, params in talking.llm.asked] == [6, longest, longest]
+    # All responses of a call are in one answer.
+    several = await talking.ask(CHAT, messages=[USER], n=3, return_token_ids=True)
+    assert (several.status, several.json["usage"]["completion_tokens"]) == (200, 3 * 2)
     with pytest.raises(InvalidArgument, match=r"logprobs: \d+ would be listed"):
         await talking.ask(CHAT, "s", messages=[USER], logprobs=True)
 
