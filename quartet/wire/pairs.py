@@ -51,7 +51,8 @@ class Pair:
     """Whatever else the caller sent of the pair, such as the other columns of the data set's row: values of JSON."""
     group: int | None = None
     """The same number for all responses to one prompt, and for no others: it is made of the number that the caller
-    sent and of its name. None where it sent none. Pairs of a group may come in several calls of the function."""
+    sent, its identity, the name that it declares and its purpose. None where it sent none. Pairs of a group may come
+    in several calls of the function."""
     timeout_s: float | None = None
     """The longest time, in seconds, that the caller wants to be spent on the pair; None: as long as the scorer may
     take."""

@@ -82,7 +82,8 @@ class Known(TypedDict, total=False):
     columns: Sequence[Mapping[str, Any]]
     """The other columns of each pair's row, values of JSON."""
     groups: Sequence[int]
-    """Number of each pair's prompt, the same for all responses to one prompt, in all calls under one name."""
+    """Number of each pair's prompt, the same for all responses to one prompt, in all calls of a caller under one
+    name and for one purpose."""
     pair_timeout_s: float
     """Longest time that the scorer should spend on a pair, in seconds, 0.05 or more; left out, or 0: what the scorer
     allows."""
