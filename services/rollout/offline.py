@@ -75,9 +75,12 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     async def answer(call: dict[str, Any]) -> None:
         sampling = Sampling(**call["sampling"] | {"stop_token_ids": tuple(call["sampling"]["stop_token_ids"])})
         prompts = [np.asarray(prompt, np.int32) for prompt in call["prompts"]]
-        if (longest := max(map(len, prompts))) >= engine.max_length:
-            problem = f"the prompt has {longest} tokens, and with a response the engine takes {engine.max_length}"
+        longest, at = max((len(prompt), -at) for at, prompt in enumerate(prompts))
+        if longest >= engine.max_length:
+            fewer = f"must be fewer than {engine.max_length}, to leave room for a response"
+            problem = f"prompts[{-at}]: {longest} tokens; {fewer}"
             writer.write(msgpack.packb({"number": call["number"], "problem": problem}))
+            await writer.drain()
             return
         asked = enumerate(zip(prompts, call["seeds"], strict=True))
         samples = await asyncio.gather(*(engine.generate(at, prompt, sampling, seed) for at, (prompt, seed) in asked))

@@ -313,11 +313,11 @@ async def test_a_prompt_that_leaves_no_room_for_a_response_is_refused_alone(
     policy_folder: Path, tmp_path: Path
 ) -> None:
     offline = offline_rollout(tmp_path, policy_folder)
-    long = [np.full(16, 9, np.int32)]
+    long = [np.full(15, 9, np.int32), np.full(16, 9, np.int32)]
     async with offline.running():
-        with pytest.raises(InvalidArgument, match=r"^the prompt has 16 tokens, and with a response"):
+        with pytest.raises(InvalidArgument, match=r"^prompts\[1\]: 16 tokens; must be fewer than 16, "):
             await anext(offline.generate(long, Sampling(4), timeout_s=60))
-        assert await generated(offline, 1) == [[1, 1, 5]]
+        assert await generated(offline, 1) == [[1, 2, 5]]
 
 
 async def test_an_offline_engine_that_is_late_is_ended(policy_folder: Path, tmp_path: Path) -> None:
