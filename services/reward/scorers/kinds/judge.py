@@ -13,7 +13,7 @@ from quartet.wire.backoff import Deadline
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.scorers.kinds.answers import Given, text
-from services.reward.scorers.kinds.exchange import Exchanged, TooLongError, client, exchange
+from services.reward.scorers.kinds.exchange import BUSY, Exchanged, TooLongError, client, exchange
 
 _MOST_BYTES = 1 << 20
 """Most bytes of an answer."""
@@ -107,7 +107,8 @@ def _content(answer: Exchanged) -> str:
     status, content = answer.status, answer.content
     filtered = b"content_filter" in content or b"content_policy" in content
     if status != 200:
-        outcome = Outcome.REFUSED if filtered and status < 500 else Outcome.FAILED
+        declined = filtered and status < 500 and status not in BUSY
+        outcome = Outcome.REFUSED if declined else Outcome.FAILED
         raise _UnansweredError(f"the endpoint answered with status {status}", outcome)
     try:
         choice = httpx.Response(200, content=content).json()["choices"][0]

@@ -73,6 +73,8 @@ class Handler(BaseHTTPRequestHandler):
                 return self._send(401, {"error": {"message": "the key sk-secret is wrong"}})
             case "filter":
                 return self._send(400, {"error": {"code": "content_filter"}})
+            case "crowd":
+                return self._send(429, {"error": {"message": "see /docs/content_policy"}}, {"retry-after": "0"})
             case "away":
                 return self._send(302, {}, {"location": "http://127.0.0.1:1/secret"})
             case "large":
@@ -146,6 +148,7 @@ def test_verdicts_and_what_takes_their_place(endpoint: Endpoint) -> None:
         "large": "FAILED",
         "garbage": "FAILED",
         "down": "FAILED",
+        "crowd": "FAILED",
         "hang": "TIMEOUT",
     }
     call = ask(made, *(Pair("Why?", f"do {word} please") for word in words))
