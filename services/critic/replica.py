@@ -162,7 +162,7 @@ class Critic(HealthMixin):
         """Copies the state, or writes it at once."""
         copies = not request.without_copies
         await self._critic.take_checkpoint(request.lease, request.name, request.last_step, copies)
-        return pb.CheckpointResponse(last_step=self._critic.last_step)
+        return pb.CheckpointResponse(last_step=request.last_step)  # another may have begun since
 
     @translated
     async def WriteCheckpoint(self, request: pb.CheckpointRequest) -> pb.CheckpointResponse:

@@ -72,6 +72,17 @@ async def test_a_save_or_checkpoint_that_waits_when_another_run_takes_over_is_no
         await checkpoint(critic, "Write", "kept", lease=NEWER)
 
 
+async def test_a_checkpoint_is_told_of_the_step_that_it_holds(critic: Any) -> None:
+    ask = critic._critic._ask
+
+    async def begun(*arguments: Any, **options: Any) -> Any:
+        critic._critic._once.last_step = 1  # as a step does that comes while the state is copied
+        return await ask(*arguments, **options)
+
+    critic._critic._ask = begun
+    assert await checkpoint(critic, "Take", "critic") == 0
+
+
 async def test_another_batch_under_a_trained_step_is_refused(critic: Any) -> None:
     first = await train(critic, 1)
     with pytest.raises(FailedPrecondition, match="step: 1 was trained on another batch"):
