@@ -100,6 +100,9 @@ class Idle(Silent):
     async def rest(self, at_most_s: float) -> None:
         """Releases nothing."""
 
+    async def complete(self) -> None:
+        """Finds no late replica."""
+
     def write(self, step: int, metrics: Any) -> None:
         """Notes the processor time that this process has had."""
         self.spent.append(time.process_time())
