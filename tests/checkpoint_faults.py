@@ -5,6 +5,7 @@ and the checkpoint of the first on disk.
 """
 
 import asyncio
+import gc
 import os
 import random
 import secrets
@@ -139,6 +140,8 @@ class Scene:
         self._critic.snapshots.take_snapshot(str(aside / CRITIC), 2)
         child = os.fork()
         if not child:
+            # What is garbage already stays: a group of gloo's would wait here for threads that a fork does not have.
+            gc.freeze()
             os._exit(self._as_writer(folder, fault))
         if killed_after_s is not None:
             time.sleep(killed_after_s)
