@@ -42,7 +42,7 @@ from orchestrator.loop.watch import watching_certificates, watching_services
 from orchestrator.monitoring.metrics import EVALUATIONS, JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
-from orchestrator.policy.early import EarlyLogprobs
+from orchestrator.policy.early import early_logprobs
 from orchestrator.policy.ranks import Policy
 from orchestrator.push.newcomers import Newcomers, registered, taking_newcomers
 from orchestrator.push.prover import make_prover
@@ -240,7 +240,7 @@ class Run:
                 journal = self._journal(digests(now))
                 checkpoints = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
                 prompts = PromptStream(self.inputs.train.prompts, config.seed, config.algorithm.samples_per_prompt)
-                early = EarlyLogprobs(policy.logprobs) if config.early_logprobs else None
+                early = early_logprobs(policy.logprobs) if config.early_logprobs else None
                 collector = self._collector(services, Purpose.TRAINING, SampleStages(spans), early)
                 source = ExperienceSource(config, prompts, collector, journal)
                 record = Record(log, self.progress, config.steps)

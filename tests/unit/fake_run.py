@@ -15,7 +15,7 @@ from orchestrator.learners import CriticLearner, PolicyLearner
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
-from orchestrator.policy.early import EarlyLogprobs
+from orchestrator.policy.early import early_logprobs
 from orchestrator.push.pusher import PushReport
 from orchestrator.tracing.activity import parts_with
 from orchestrator.tracing.samples import SampleStages
@@ -212,7 +212,7 @@ class Stage:
                     services,
                     config,
                     stages=SampleStages(self.spans),
-                    old_logprobs=EarlyLogprobs(self.policy.logprobs) if config.early_logprobs else None,
+                    old_logprobs=early_logprobs(self.policy.logprobs) if config.early_logprobs else None,
                 ),
                 self.experience,  # type: ignore[arg-type]
             ),

@@ -1,4 +1,4 @@
-"""Log-probs of samples as they are finished: how they are gathered into calls, and what errors do."""
+"""Log-probs of samples as they are finished: each gets its own of a call for several, and what errors do."""
 
 import asyncio
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.policy.early import EarlyLogprobs
+from orchestrator.policy.early import early_logprobs
 from quartet.columns import Columns
 from quartet.wire.codec import Floats
 from quartet.wire.ragged import Ragged
+from quartet.wire.together import Together
 from tests.trajectories import cut, of
 
 
@@ -41,7 +42,7 @@ async def until(learner: FakeLearner, calls: int) -> None:
             await asyncio.sleep(0)
 
 
-def ask(early: EarlyLogprobs, prompts: Ragged, responses: Ragged) -> "asyncio.Task[list[Any]]":
+def ask(early: Together[Columns, Floats], prompts: Ragged, responses: Ragged) -> "asyncio.Task[list[Any]]":
     async def rows() -> list[Any]:
         return [row.tolist() for row in cut(await early(of(prompts, responses)), responses)]
 
@@ -50,7 +51,7 @@ def ask(early: EarlyLogprobs, prompts: Ragged, responses: Ragged) -> "asyncio.Ta
 
 async def test_samples_that_come_during_a_call_are_in_the_next_together() -> None:
     learner = FakeLearner()
-    early = EarlyLogprobs(learner.logprobs)
+    early = early_logprobs(learner.logprobs)
     first = ask(early, ragged([1]), ragged([5, 6]))
     await until(learner, 1)
     second = ask(early, ragged([1, 1], [1]), ragged([7], [8, 9, 9]))
@@ -65,45 +66,16 @@ async def test_samples_that_come_during_a_call_are_in_the_next_together() -> Non
     assert learner.calls == [[[5, 6]], [[7], [8, 9, 9], [4]]]
 
 
-async def test_an_error_is_for_the_call_that_met_it_and_the_others_ask_again() -> None:
+async def test_an_error_is_for_the_samples_of_its_call_and_those_that_come_later_ask_again() -> None:
     learner = FakeLearner()
-    early = EarlyLogprobs(learner.logprobs)
-    tasks = [ask(early, ragged([1]), ragged([5])), ask(early, ragged([1]), ragged([6]))]
+    early = early_logprobs(learner.logprobs)
+    first = ask(early, ragged([1]), ragged([5]))
     await until(learner, 1)
+    later = ask(early, ragged([1]), ragged([6]))
+    await asyncio.sleep(0)
     learner.failure = RuntimeError("lost")
     learner.let.release()
     learner.let.release()
     with pytest.raises(RuntimeError, match="lost"):
-        await tasks[0]
-    assert await tasks[1] == [[-5]]
-
-
-async def test_a_cancelled_sample_is_not_asked_for_and_holds_up_none() -> None:
-    learner = FakeLearner()
-    early = EarlyLogprobs(learner.logprobs)
-    asked = [ask(early, ragged([1]), ragged([token])) for token in (5, 6, 7)]
-    await until(learner, 1)
-    assert learner.calls == [[[5]]]
-    asked[0].cancel()
-    asked[1].cancel()
-    await until(learner, 2)
-    learner.let.release()
-    assert await asked[2] == [[-6]]
-    assert learner.calls == [[[5]], [[7]]]
-
-
-async def test_a_sample_that_is_cancelled_during_the_call_of_another_does_not_fail_it() -> None:
-    learner = FakeLearner()
-    early = EarlyLogprobs(learner.logprobs)
-    first = ask(early, ragged([1]), ragged([5]))
-    await until(learner, 1)
-    second, third = (ask(early, ragged([1]), ragged([token])) for token in (6, 7))
-    await asyncio.sleep(0)
-    learner.let.release()
-    await until(learner, 2)
-    assert learner.calls == [[[5]], [[6], [7]]]
-    third.cancel()
-    await asyncio.sleep(0)
-    learner.let.release()
-    assert (await first, await second) == ([[-4]], [[-5]])
-    assert not early._waiting
+        await first
+    assert await later == [[-5]]
