@@ -27,5 +27,5 @@ def test_each_ends_with_an_answer_or_a_reason_and_names_the_versions_of_its_toke
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
-    for what in ("pushes", "replicas killed"):
+    for what in ("pushes", "replicas killed", "replies of several versions"):
         assert re.search(rf"{what}\W+[1-9]", done.stdout), done.stdout[-6000:]

@@ -3,7 +3,7 @@ kills replicas meanwhile. Three of four streams are left early, at a random even
 
 Each version's weights make another token certain, so that a token tells by which weights it was computed. The exit
 status is 1 if a stream did not end with an answer or an error that names the reason, if a token was not computed by
-the version that its reply names, or if a push failed.
+the version that its reply names, if a push failed, or if no stream was read to its end.
 """
 
 import argparse
@@ -43,13 +43,13 @@ async def main(given: argparse.Namespace, folder: Path, console: Console) -> int
         "pushes": f"{verdict.pushes}, in {verdict.tries} tries, one in {seconds / max(verdict.pushes, 1):.1f} s",
         "replicas killed": f"{verdict.kills}, one in {seconds / max(verdict.kills, 1):.1f} s",
         "slowest stream": f"{verdict.slowest_s:.1f} s",
-        "problems": str(len(verdict.problems)),
+        "problems": str(len(verdict.wrong)),
     }.items():
         table.add_row(name, value)
     console.print(table)
-    for problem in verdict.problems[:40]:
+    for problem in verdict.wrong[:40]:
         console.print(problem, markup=False, highlight=False)
-    return 1 if verdict.problems else 0
+    return 1 if verdict.wrong else 0
 
 
 if __name__ == "__main__":

@@ -65,6 +65,12 @@ class Verdict:
         """Number of streams that have ended."""
         return self.ends.total()
 
+    @property
+    def wrong(self) -> list[str]:
+        """All problems, and what nothing was learned of, as where each stream is refused with a reason."""
+        told = {"no token was compared": self.tokens, "no stream was read to its end": self.ends["whole"]}
+        return self.problems + [problem for problem, count in told.items() if not count]
+
 
 async def campaign(
     quartet: Quartet,
