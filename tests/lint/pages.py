@@ -10,7 +10,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "benchmarks/lent/README.md")),
     *sorted(ROOT.glob("docs/*.md")),
 ]
-FOLDERS = "orchestrator|quartet|services|protos|deploy|recipes|tests|benchmarks"
+FOLDERS = "orchestrator|quartet|services|protos|deploy|recipes|examples|constraints|tests|benchmarks"
 CODE = rf"(?<![\w./])((?:{FOLDERS})/[\w./-]+?)(?:`|(?<=\.py)\b)"
 COMMAND = r"python -m\s+([\w.]+)|`(benchmarks\.[\w.]+)"
 WAY = ROOT / "docs/architecture.md"

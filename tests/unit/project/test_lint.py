@@ -1,8 +1,10 @@
 """The checks of `make lint` find what they look for."""
 
 import ast
+from pathlib import Path
 
 from tests.lint import pages, privates
+from tests.lint.pages import ROOT
 
 
 def test_private_names_of_other_libraries() -> None:
@@ -28,6 +30,14 @@ class Own:
         "other._theirs",
         "getattr(other, '_more', None)",
     }
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    """Folders that are not shipped count too."""
+    page = tmp_path / "page.md"
+    page.write_text("`examples/agent.py`, `examples/gone.py`, tests/gone.py, `constraints/gpu.txt`, [away](away.md)")
+    gone = ROOT / "examples/gone.py", ROOT / "tests/gone.py", tmp_path / "away.md"
+    assert pages.missing(page) == sorted(map(str, gone))
 
 
 def test_commands_that_are_not_there() -> None:
