@@ -6,6 +6,7 @@ says what each port answers to a caller without token and certificate that sends
 """
 
 import asyncio
+import ipaddress
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ import grpc
 
 REPO = Path(__file__).parents[1]
 NEEDS = "a network namespace takes root, with NET_ADMIN and SYS_ADMIN, and the commands ip, unshare and nsenter"
-_HERE, _THERE = "10.213.0.1", "10.213.0.2"
+UNREACHABLE = "unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,15 @@ class Stranger:
     """True if it has a network of its own, false if it is only another address of this machine."""
 
     def asks(self, ports: list[int], planted: Path) -> dict[int, str]:
-        """The answer of each port. A pickle that is loaded makes the file `planted`."""
+        """The answer of each port. A pickle that is loaded makes the file `planted`. Fails if the caller does not
+        reach even a port that is open to it."""
+        with socket.create_server((self.host, 0)) as is_open:
+            port = is_open.getsockname()[1]
+            answers = self._asks([*ports, port], planted)
+        assert answers.pop(port) != UNREACHABLE, f"{self} reaches nothing on this machine"
+        return answers
+
+    def _asks(self, ports: list[int], planted: Path) -> dict[int, str]:
         asked = json.dumps({"host": self.host, "ports": ports, "planted": str(planted)})
         done = subprocess.run(
             [*self.enter, sys.executable, "-m", "tests.strangers", asked],
@@ -58,15 +67,18 @@ def stranger() -> Iterator[Stranger]:
         return
     holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
     device = f"qt{os.getpid()}"
+    # Four addresses of its own for each process, as two may have a caller at the same time.
+    block = ipaddress.IPv4Address("10.213.0.0") + 4 * (os.getpid() % (1 << 14))
+    here, there = block + 1, block + 2
     enter = ("nsenter", f"--net=/proc/{holder.pid}/ns/net")
     try:
         _await_namespace(holder.pid)
         _run("ip", "link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
-        _run("ip", "address", "add", f"{_HERE}/30", "dev", device)
+        _run("ip", "address", "add", f"{here}/30", "dev", device)
         _run("ip", "link", "set", device, "up")
-        _run(*enter, "ip", "address", "add", f"{_THERE}/30", "dev", "eth0")
+        _run(*enter, "ip", "address", "add", f"{there}/30", "dev", "eth0")
         _run(*enter, "ip", "link", "set", "eth0", "up")
-        yield Stranger(_HERE, enter, True)
+        yield Stranger(str(here), enter, True)
     finally:
         holder.kill()  # the devices go with the namespace
         holder.wait()
@@ -110,7 +122,7 @@ async def _answer(host: str, port: int, planted: str) -> str:
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 3)
     except (OSError, TimeoutError):
-        return "unreachable"
+        return UNREACHABLE
     writer.close()
     poison = pickle.dumps(Planted(planted))
     request = ASGIRequest(pickled_request_metadata=poison, request_args=poison).SerializeToString()

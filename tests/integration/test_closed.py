@@ -19,7 +19,7 @@ from quartet.security.local import FOLDER
 from tests.cluster import SERVICES, Quartet, refused
 from tests.configuration import REPO
 from tests.http_requests import ask
-from tests.strangers import NEEDS, Stranger, stranger
+from tests.strangers import NEEDS, UNREACHABLE, Stranger, stranger
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def test_a_stranger_on_another_machine_gets_nothing(
     ports = {listener.port for listener in listening}
     assert quartet.raw["grpc_options"]["port"] in ports
     answers = elsewhere.asks(sorted(ports), tmp_path / "planted")
-    reached = {port: answer for port, answer in answers.items() if answer != "unreachable"}
+    reached = {port: answer for port, answer in answers.items() if answer != UNREACHABLE}
     print(
         f"{len(listening)} listeners, {len(beyond)} off loopback, {len(reached)} reached from "
         f"{'another network namespace' if elsewhere.namespace else 'this machine'}"
