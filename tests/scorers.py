@@ -29,15 +29,6 @@ def words(pairs: Sequence[Pair]) -> list[float]:
     return [0.1 * len(pair.response.split()) + 100 * bool(pair.label) + 1000 * pair.ended for pair in pairs]
 
 
-def hangs(pairs: Sequence[Pair]) -> list[float]:
-    """Never returns for the prompt `w13`, and makes the file that its label names, if any; else 1 for each pair."""
-    if hung := [pair for pair in pairs if pair.prompt == "w13"]:
-        for label in filter(None, [pair.label for pair in hung]):
-            Path(label).touch()
-        threading.Event().wait()
-    return [1.0] * len(pairs)
-
-
 def count(pairs: Sequence[Pair]) -> list[float]:
     """Words of the response."""
     return [float(len(pair.response.split())) for pair in pairs]
