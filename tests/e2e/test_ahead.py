@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
-import msgpack
 import pytest
 import yaml
 
-from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
-from quartet.columns import Columns
-from tests import runs
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, Command
 
@@ -50,25 +46,3 @@ def test_the_policy_still_learns_from_its_own_log_probs(lines: list[dict[str, fl
     assert lines[0]["mismatch/max_abs"] < 1e-4
     assert max(line["mismatch/max_abs"] for line in lines[2:]) > 1e-3
     assert all(line["policy/ratio_mean"] == pytest.approx(1, abs=0.2) for line in lines)
-
-
-@pytest.mark.exhaustive  # benchmarks.staleness kills the same loop a thousand times over fakes
-def test_a_run_that_is_killed_twice_uses_every_sample_once_and_within_the_bound(quartet: Quartet) -> None:
-    run = runs.Run(quartet, "ahead-killed")
-    raw = yaml.safe_load(run.config.read_text())
-    raw["orchestrator"]["loop"] = {"max_staleness": BOUND}
-    run.config.write_text(yaml.safe_dump(raw))
-    try:
-        run.killed(run.reached(3))
-        run.killed(run.reached(6), "--resume")
-        run.finish("--resume")
-    finally:
-        run.end()
-    # All checkpoints are kept, and so are the journal's steps since the first.
-    steps = [msgpack.unpackb(path.read_bytes()) for path in sorted((run.folder / "journal").glob("step-*"))]
-    numbers = [number for step in steps for number in Columns.unpack(step["columns"], SCHEMA)["number"].tolist()]
-    assert sorted(numbers) == list(range(runs.STEPS * 16))
-    lines = run.measured()
-    assert [line["step"] for line in lines] == list(range(1, runs.STEPS + 1))
-    assert max(line["policy/staleness"] for line in lines) <= BOUND
-    assert lines[-1]["samples/used_total"] == runs.STEPS * 16

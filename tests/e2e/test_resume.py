@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -137,46 +136,6 @@ async def ended(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
     return True
-
-
-@pytest.mark.exhaustive  # in `make test` it dies in a push
-async def test_a_rank_that_dies_at_any_moment(quartet: Quartet, straight: Run, again: Run) -> None:
-    process = again.start("--resume")
-    again.wait(again.reached(3), process)
-    named(quartet, "ray::PolicyRank").kill()
-    again.wait(again.interrupted(1), process)
-    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
-    assert_same(again, straight)
-
-
-@pytest.mark.exhaustive  # in `make test` its replica dies; for a critic without Serve: tests/unit/services/critic
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stands still"])
-async def test_a_critics_rank_that_is_lost(
-    quartet: Quartet, straight: Run, again: Run, number: signal.Signals
-) -> None:
-    """The replica starts another one, into which the run restores the critic."""
-    process = again.start("--resume")
-    again.wait(again.reached(3), process)
-    replica = named(quartet, "ray::ServeReplica:critic")
-    lost = named(quartet, "ray::CriticRank")
-    lost.send_signal(number)
-    again.wait(again.interrupted(1), process)
-    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
-    await eventually(partial(ended, lost), PATIENCE_S)
-    assert named(quartet, "ray::ServeReplica:critic") == replica
-    assert_same(again, straight)
-
-
-@pytest.mark.exhaustive  # for the run a learner that died; how it is noticed: tests/unit/quartet/ranks
-async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:
-    """SIGSTOP: it answers nothing and does not die either. The deadlines of its calls are ten minutes."""
-    process = again.start("--resume")
-    again.wait(again.reached(3), process)
-    frozen = named(quartet, "ray::PolicyRank")
-    frozen.suspend()
-    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
-    await eventually(partial(ended, frozen), PATIENCE_S)
-    assert_same(again, straight)
 
 
 @pytest.mark.exhaustive  # which processes are ended: tests/unit/orchestrator/commands/test_halted.py

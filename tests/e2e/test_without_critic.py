@@ -1,16 +1,13 @@
-"""Runs whose file has no critic: they learn from scores alone, are killed and go on, and leave a critic alone."""
-
-import shutil
-from collections.abc import Iterator
+"""Runs whose file has no critic: they learn from scores alone, and leave a critic alone."""
 
 import pytest
 
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.folders import MARKER
-from tests.cluster import Quartet, command
+from tests.cluster import Quartet
 from tests.commands import finished
-from tests.runs import STEPS, Run, assert_same
+from tests.runs import STEPS, Run
 
 EACH = 4
 RLOO = {"kind": "rloo", "samples_per_prompt": EACH, "scale": "none"}
@@ -25,17 +22,6 @@ async def straight(quartet: Quartet) -> Run:
     after = await quartet.critic.info(30)
     assert (after.last_step, after.held.lease) == (before.last_step, before.held.lease)
     return run
-
-
-@pytest.fixture
-def again(quartet: Quartet, straight: Run) -> Iterator[Run]:
-    """A run that begins as the other did, with the same policy and samples."""
-    run = Run(quartet, "alone-again", without=["critic"], **RLOO)
-    (run.folder / "checkpoints").mkdir(parents=True)
-    shutil.copytree(straight.folder / "checkpoints" / "step-000000", run.folder / "checkpoints" / "step-000000")
-    shutil.copytree(straight.folder / "journal", run.folder / "journal")
-    yield run
-    run.end()
 
 
 def test_the_policy_learns_and_nothing_is_said_of_values(straight: Run) -> None:
@@ -55,13 +41,6 @@ def test_its_checkpoints_hold_the_policy_alone(straight: Run) -> None:
     assert {path.name for path in last.folder.iterdir()} - {MARKER} == {"policy", "state.json"}
 
 
-@pytest.mark.exhaustive  # as with a critic: test_resume.py
-def test_a_run_killed_at_step_3_ends_as_one_that_was_not(straight: Run, again: Run) -> None:
-    again.killed(again.reached(3), "--resume")
-    again.finish("--resume")
-    assert_same(again, straight)
-
-
 def test_its_file_is_fine_and_its_report_shows_no_value_function(quartet: Quartet, straight: Run) -> None:
     code, told = finished(quartet.folder, "check", str(straight.config))
     assert code == 0, told
@@ -72,13 +51,3 @@ def test_its_file_is_fine_and_its_report_shows_no_value_function(quartet: Quarte
     page = (straight.folder / "report.html").read_text()
     assert "Entropy" in page
     assert "explained variance" not in page
-
-
-@pytest.mark.exhaustive  # one more part that differs from the checkpoint's: tests/unit/orchestrator/commands
-async def test_a_checkpoint_with_a_critic_is_not_gone_on_with_without_one(quartet: Quartet, straight: Run) -> None:
-    """Tried the other way round too: without a critic in the checkpoint, with one in the file."""
-    run = Run(quartet, "alone", samples_per_prompt=EACH)  # the same run, whose file has a critic again
-    done = command(quartet.folder, "train", str(run.config), "--resume")
-    assert done.returncode == 1
-    said = done.stderr.replace("\n", " ")
-    assert "critic.model: nothing when the checkpoint was taken" in said

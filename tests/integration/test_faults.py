@@ -130,16 +130,12 @@ def scale(quartet: Quartet, scaling: dict[str, Any]) -> list[str]:
     return said
 
 
-@pytest.mark.exhaustive  # a kill at any other moment than the next test's
-async def test_a_replica_killed_while_idle_between_two_steps_or_during_one(quartet: Quartet, loop: Loop) -> None:
-    psutil.Process(next(iter(rollouts(quartet).values()))).kill()
-    await loop.further()
-
-
 async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, loop: Loop) -> None:
-    """Responses that it had begun go on at the other one, from the tokens that came until the pause for the push."""
+    """Responses that it had begun go on at the other one, from the tokens that came until the pause for the push. Its
+    engine ends with it."""
     listeners = [Listener(quartet.channel, PROMPTS * 10, LONG) for _ in range(2)]
     killed, pids = threading.Event(), rollouts(quartet)
+    engines = {replica: psutil.Process(engine_of(pid)) for replica, pid in pids.items()}
 
     def kill() -> None:
         end = time.monotonic() + 3  # replicas send what they have at least every two seconds
@@ -148,7 +144,9 @@ async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, lo
                 loop.source.midway = kill  # all responses had just ended, so at another push
                 return
             time.sleep(0.05)
-        psutil.Process(pids[begun[0]]).kill()
+        replica = begun[0]
+        psutil.Process(pids[replica]).kill()
+        engines[replica].wait(60)
         killed.set()
 
     async def is_killed() -> bool:
@@ -170,18 +168,6 @@ async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, lo
     for sample in samples:
         assert len(sample.response_ids) == len(sample.logprobs) == 100
         assert [0, *(end for _, _, end in sample.spans)] == [*(start for _, start, _ in sample.spans), 100]
-
-
-@pytest.mark.exhaustive  # the engine dies in the test above too
-async def test_an_engine_that_dies_under_a_living_replica(quartet: Quartet, loop: Loop) -> None:
-    replica, victim = next(iter(rollouts(quartet).items()))
-    psutil.Process(engine_of(victim)).kill()
-    await loop.further()
-
-    async def replaced() -> bool:
-        return replica not in rollouts(quartet)
-
-    await eventually(replaced, REPLACED_S)
 
 
 async def test_a_replica_frozen_with_its_engine(quartet: Quartet, loop: Loop) -> None:

@@ -1,14 +1,11 @@
 """Pushes to all replicas of the deployed rollout service, and the log-probs of all that compute them."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from orchestrator.config.run import OrchestratorConfig
@@ -16,7 +13,7 @@ from orchestrator.policy.ranks import Policy
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sample, Sampling
 from tests import plain
-from tests.cluster import Quartet, eventually, rollouts, whole
+from tests.cluster import Quartet
 from tests.learner_batches import PolicyBatch
 from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push, push_model
 from tests.trajectories import cut, of
@@ -153,34 +150,3 @@ async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Qu
         length = len(sample.response_ids)
         assert sample.spans == ((version - 1, 0, sample.kept), (version, sample.kept, length))
     assert {len(sample.spans) for sample in samples if not sample.kept} == {1}
-
-
-@pytest.mark.exhaustive  # killed replicas while samples are made and pushed: test_faults.py
-async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_pushes(quartet: Quartet) -> None:
-    rollout = quartet.services.rollout
-    await push_model(rollout, plain.language_model(quartet.policy))
-    victim = psutil.Process(min(rollouts(quartet).values()))
-    engine = victim.children(recursive=True)
-    killed = asyncio.Event()
-
-    async def listen() -> list[int]:
-        seen = []
-        async for some in rollout.generate(PROMPTS * 4, LONG, timeout_s=300):
-            seen += [s.index for s in some]
-            if not killed.is_set():
-                killed.set()
-                os.kill(victim.pid, signal.SIGKILL)
-        return seen
-
-    everything = await asyncio.gather(*(listen() for _ in range(4)))
-    for seen in everything:
-        assert sorted(seen) == list(range(len(PROMPTS) * 4))
-
-    async def engine_gone() -> bool:
-        return not any(process.is_running() and process.status() != "zombie" for process in engine)
-
-    await eventually(engine_gone, 60)
-    await whole(quartet, quartet.rollout_replicas)
-    report = await push_model(rollout, plain.language_model(quartet.policy))
-    assert set(report.replicas) == set(await quartet.replicas())
-    assert {info.policy_version for info in (await quartet.replicas()).values()} == {report.policy_version}
