@@ -30,7 +30,7 @@ def configuration(policy: Path, reward: Path, prompts: Path, http: int, grpc_por
     rollout["args"] |= {"model": str(policy), "max_length": 128, "foreign_share": 1.0}
     rollout["deployments"][0] |= fixed(2)
     scorer["args"] = {"tokenizer": str(policy), "scorer": model_scorer(reward)}
-    reference["args"] |= {"model": str(policy), "limits": {"max_waiting_rows": 16_384}}
+    reference["args"]["model"] = str(policy)
     # Absolute: a run may be started in another folder than the services were.
     root = str(prompts.parent / "runs")
     critic["args"] |= {"model": str(reward), "root": root}

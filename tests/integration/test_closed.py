@@ -1,6 +1,7 @@
 """Ports of the four services that can be reached from another machine, and their answers to it."""
 
 import os
+import re
 import subprocess
 import sys
 import urllib.error
@@ -75,7 +76,7 @@ def test_a_program_in_the_folder_calls_as_the_page_shows(quartet: Quartet) -> No
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "model:" in done.stdout
+    assert re.match(r"\[ *-?\d.*\] model:\S+", done.stdout), done.stdout
 
 
 @pytest.mark.usefixtures("on_ray")

@@ -106,29 +106,6 @@ async def test_ids_and_logprobs_are_those_of_grpc(quartet: Quartet, base: Any) -
             assert choice["version_spans"] == spans
 
 
-async def test_what_is_left_out_is_as_in_training(quartet: Quartet) -> None:
-    """The model's generation_config.json does not count."""
-    got = await asked(quartet, TEXT, {"prompt": PROMPTS, "max_tokens": 20, "seed": 3, "return_token_ids": True})
-    samples = await sampled(quartet, Sampling(max_new_tokens=20), 3)
-    assert [choice["token_ids"] for choice in got.json["choices"]] == [s.response_ids.tolist() for s in samples]
-
-
-async def test_several_responses_to_one_prompt_are_those_of_their_seeds(quartet: Quartet) -> None:
-    """Ids, log-probs and versions of each are those that a request for it would bring."""
-    body: Any = {"prompt": PROMPTS[:2], "max_tokens": 12, "logprobs": 0, "return_token_ids": True}
-    several = (await asked(quartet, TEXT, body | {"n": 3, "seed": 11})).json["choices"]
-    for place in range(3):
-        alone = (await asked(quartet, TEXT, body | {"seed": 11 + place})).json["choices"]
-        for prompt, choice in enumerate(alone):
-            same = several[3 * prompt + place]
-            assert same["token_ids"] == choice["token_ids"]
-            assert same["version_spans"] == choice["version_spans"]
-            numbers = same["logprobs"]["token_logprobs"]
-            assert numbers == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
-    chat = await asked(quartet, CHAT, {"messages": SAID, "max_tokens": 4, "n": 2, "seed": 3})
-    assert [choice["index"] for choice in chat.json["choices"]] == [0, 1]
-
-
 @pytest.mark.parametrize("most", [0, 1, 5])
 async def test_log_probs_of_prompts_are_the_models(quartet: Quartet, base: Any, most: int) -> None:
     """This is how lm-evaluation-harness asks for those of a continuation."""
@@ -475,10 +452,6 @@ async def test_the_numbers_of_all_replicas_are_told(quartet: Quartet) -> None:
         assert f'quartet_rollout_policy_version{{replica="{replica}"}} {info.policy_version}' in lines
     answered = [line for line in lines if 'path="/v1/completions",status="200"' in line]
     assert sum(float(line.rpartition(" ")[2]) for line in answered) >= 1
-
-
-async def test_health_is_told(quartet: Quartet) -> None:
-    assert (await asked(quartet, "/health")).json == {"status": "serving"}
 
 
 @pytest.mark.exhaustive

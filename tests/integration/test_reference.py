@@ -1,12 +1,10 @@
 """The reference service over gRPC."""
 
 import asyncio
-import re
 
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2
 
 from protos import common_pb2, reference_pb2
 from quartet.wire.codec import unpack_floats
@@ -69,25 +67,6 @@ async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     actual = await quartet.reference.logprobs(of(prompts * 100, responses * 100), temperature=1.0, timeout_s=120)
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, vocabulary=len(WORDS))
     assert plain.furthest([actual], [np.concatenate(expected * 100)]) < 1e-4
-
-
-@pytest.mark.exhaustive  # what is admitted and what health says: tests/unit/quartet/serving
-async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet) -> None:
-    """One caller may have 8192 pairs waiting: the third call of 4096 is refused, and the service stays healthy."""
-    prompts, responses = plain.random_pairs(16, longest=60)
-    many = of(prompts * 256, responses * 256).pack()
-    ask_much = [asyncio.create_task(ask(quartet, trajectories=many)) for _ in range(3)]
-    seen = set()
-    while not all(task.done() for task in ask_much):
-        seen.add(await quartet.health("reference"))
-    answers = await asyncio.gather(*ask_much, return_exceptions=True)
-    assert seen == {health_pb2.HealthCheckResponse.SERVING}
-    [failed] = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
-    assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert re.search(
-        r"4096 rows are refused, as 8192 of this caller wait already and 8192 may \(retry after \d+ ms\)",
-        str(failed.details()),
-    )
 
 
 @pytest.mark.parametrize("kind", MALFORMED)

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     command(tmp_path, "down")
 
 
-@pytest.mark.exhaustive  # a head of its own; the hub: test_reward_alone, the commands: tests/e2e/test_score.py
+@pytest.mark.exhaustive  # a head of its own; the commands: tests/e2e/test_score.py
 def test_the_page_leads_from_rows_to_scores(folder: Path) -> None:
     port = yaml.safe_load((folder / "deploy/reward.yaml").read_text())["grpc_options"]["port"]
     assert (len(PAGE.files), len(PAGE.commands)) == (1, 4)
