@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quartet.ranks.group import LOOK_S, RankDied, RankGroup, RanksLost
+from quartet.ranks.group import LOOK_S, STOPPED_LOOKS, RankDied, RankGroup, RanksLost
 from quartet.wire.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from tests.unit.fake_ranks import NEVER, FakeRank
 from tests.unit.virtual_time import in_virtual_time
@@ -99,13 +99,40 @@ async def test_ranks_start_where_rank_0_opened_the_store() -> None:
 
 @in_virtual_time
 async def test_a_rank_that_died_between_two_calls_ends_the_group() -> None:
-    ranks = [FakeRank(), FakeRank()]
+    calls: Any = (RankGroup.check, lambda ours: ours.call(Trainer.train, NEVER))
+    for asked in calls:
+        ranks = [FakeRank(), FakeRank()]
+        ours = group(*ranks)
+        ours.check()
+        ranks[1].death = "killed by signal 9"
+        with pytest.raises(RanksLost, match=r"^policy: rank 1 of 2 died: killed by signal 9$"):
+            await asked(ours)
+        assert ([rank.called for rank in ranks], [rank.killed for rank in ranks]) == ([[], []], [1, 1])
+
+
+@in_virtual_time
+async def test_a_rank_whose_process_stands_still_ends_the_group() -> None:
+    ranks = [FakeRank(after_s=NEVER), FakeRank()]
     ours = group(*ranks)
-    ours.check()
-    ranks[1].death = "killed by signal 9"
-    with pytest.raises(RanksLost, match=r"^policy: rank 1 of 2 died: killed by signal 9$"):
+    ranks[0].stopped = True
+    lost = r"^policy.train: rank 0 of 2 died: a signal has stopped its process$"
+    with pytest.raises(RanksLost, match=lost):
         await ours.call(Trainer.train, NEVER)
-    assert ([rank.called for rank in ranks], [rank.killed for rank in ranks]) == ([[], []], [1, 1])
+    assert asyncio.get_running_loop().time() == pytest.approx(STOPPED_LOOKS * LOOK_S)
+    assert [rank.killed for rank in ranks] == [1, 1]
+    with pytest.raises(RanksLost, match=lost):
+        ours.check()
+
+
+@in_virtual_time
+async def test_a_rank_that_was_stopped_for_a_moment_goes_on() -> None:
+    """Only looks in a row count."""
+    rank, loop = FakeRank("trained", after_s=100), asyncio.get_running_loop()
+    for moment in range(9):
+        began = 10 * moment + LOOK_S / 2
+        loop.call_later(began, setattr, rank, "stopped", True)
+        loop.call_later(began + (STOPPED_LOOKS - 1) * LOOK_S, setattr, rank, "stopped", False)
+    assert await group(rank).call(Trainer.train, NEVER) == "trained"
 
 
 @in_virtual_time
@@ -171,10 +198,12 @@ async def test_a_deadline_beside_a_call_in_which_the_group_ended_is_its_end() ->
 
 @in_virtual_time
 async def test_a_call_whose_group_is_stopped_beside_it_does_not_wait_for_its_answer() -> None:
-    ours = group(FakeRank(after_s=NEVER))
+    ranks = [FakeRank(after_s=NEVER), FakeRank()]
+    ours = group(*ranks)
     call = asyncio.ensure_future(ours.call(Trainer.train, 60))
     await asyncio.sleep(1)
     ours.stop()
+    assert [rank.killed for rank in ranks] == [1, 1]
     with pytest.raises(RanksLost, match="policy: stopped"):
         await call
     assert asyncio.get_running_loop().time() <= 1 + 2 * LOOK_S
@@ -194,6 +223,7 @@ async def test_a_deadline_of_ranks_that_meet_no_other_ends_nothing() -> None:
 async def test_calls_take_turns_and_a_deadline_counts_from_the_turn() -> None:
     ours = group(FakeRank("first", "second", after_s=0.15))
     assert await asyncio.gather(*(ours.call(Trainer.values, 0.25) for _ in range(2))) == ["first", "second"]
+    assert asyncio.get_running_loop().time() == pytest.approx(2 * 0.15)
 
 
 @in_virtual_time
