@@ -24,28 +24,6 @@ for number in range(64):
 print("begun", flush=True)
 """
 
-COMPUTING = """
-import asyncio, threading
-from quartet.threads import in_thread
-
-begun = threading.Event()
-
-def compute():
-    import torch
-    weights = torch.ones(100, 100, requires_grad=True)
-    while True:
-        (weights @ weights).sum().backward()
-        begun.set()
-
-async def main():
-    computing = asyncio.ensure_future(in_thread(compute, "judge"))
-    while not begun.is_set():
-        await asyncio.sleep(0.01)
-    raise KeyboardInterrupt
-
-asyncio.run(main())
-"""
-
 
 def call(thread: DaemonThread, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
     return asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
@@ -99,11 +77,3 @@ def test_one_to_which_nothing_refers_ends_its_thread_after_its_calls() -> None:
 def test_the_end_of_a_program_waits_a_moment_for_all_threads_together() -> None:
     ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("begun\n", "")
-
-
-def test_a_program_that_ends_while_a_thread_computes_does_not_crash() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", COMPUTING], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert ended.stderr.strip().endswith("KeyboardInterrupt")
-    assert "terminate" not in ended.stderr

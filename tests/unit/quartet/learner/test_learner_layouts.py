@@ -5,8 +5,6 @@ on two ranks shards are uneven, and in the last step rank 1 has no sequence at a
 rank at ZeRO 0.
 """
 
-import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,10 @@ from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import LoraConfig, PolicyConfig
 from quartet.models.distribution import Distribution
-from quartet.ranks.group import RankGroup, RanksLost
-from tests.computing import computing
+from quartet.ranks.group import RankGroup
 from tests.learner_batches import PolicyBatch, train_policy
 from tests.plain import furthest
 from tests.unit.layouts import BY_LAYERS, OPTIMIZER, STAGES, TIMEOUT_S, Bench, Result
-from tests.unit.rank_processes import spawned
 from tests.unit.rows import noise, pairs
 
 pytestmark = pytest.mark.processes
@@ -281,18 +277,3 @@ async def test_what_zero_3_saves_on_two_ranks_is_the_model(
         "value_head.weight": (1, 64),
         "value_head.bias": (1,),
     }
-
-
-async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(
-    policy_folder: Path, reward_folder: Path
-) -> None:
-    async with spawned(Bench, policy_folder, reward_folder, ranks=2) as (group, processes):
-        training = asyncio.ensure_future(group.call(Bench.policy, TIMEOUT_S, BY_LAYERS, 4000))
-        await computing(processes[1].process.pid, TIMEOUT_S)
-        began = time.monotonic()
-        processes[1].process.kill()
-        with pytest.raises(RanksLost, match=r"learner.policy: rank 1 of 2 died"):
-            await training
-        assert time.monotonic() - began < 60
-        await asyncio.to_thread(processes[0].process.join, 60)
-        assert not processes[0].process.is_alive()

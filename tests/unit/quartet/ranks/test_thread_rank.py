@@ -63,9 +63,6 @@ class Worker:
         while not self.gate.is_set():
             time.sleep(0.001)
 
-    def leave(self) -> None:
-        sys.exit(3)
-
 
 async def started(worker: Worker) -> ThreadRank:
     rank = ThreadRank(60)
@@ -86,14 +83,6 @@ async def test_calls_take_turns_in_one_thread_and_others_run_beside() -> None:
     assert rank.kill()
     with pytest.raises(RankDied, match="shut down"):
         await rank.call("run", "Worker.work")
-
-
-async def test_the_end_of_a_program_in_a_call_is_its_error() -> None:
-    rank = await started(Worker())
-    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
-        await rank.call("run", "Worker.leave")
-    assert await rank.call("run", "Worker.work") == "rank"
-    assert rank.kill()
 
 
 @pytest.mark.parametrize("method", ["run", "run_beside"])

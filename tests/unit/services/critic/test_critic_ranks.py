@@ -1,21 +1,15 @@
 """A critic that loses its ranks: it starts others, and a run restores its training into them."""
 
 import asyncio
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from protos import common_pb2
-from quartet.columns import Columns
 from quartet.config.learner import OptimizerConfig
 from quartet.learner.layout import LAYOUT, Layout
 from quartet.ranks.group import RankDied, RankGroup, RanksLost
-from quartet.serving.token_call import Asked
 from quartet.wire.errors import OffTimeline, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.learner import CriticModel
@@ -34,8 +28,6 @@ from tests.unit.critic_calls import (
     values,
 )
 from tests.unit.fake_ranks import FakeRank
-from tests.unit.naive import PROMPTS, RESPONSES, arrays
-from tests.unit.rank_processes import SpawnedRank
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import until
 
@@ -195,36 +187,3 @@ async def test_a_replica_whose_new_ranks_do_not_start_is_replaced(critic: Any) -
         await critic.check_health()
     with pytest.raises(Unavailable, match="no more processes; its replica will be replaced"):
         await claim(critic, OURS)
-
-
-@pytest.mark.processes
-async def test_a_rank_that_stands_still_costs_seconds(reward_folder: Path, root: Path) -> None:
-    """Nothing but the deadlines of a whole pass and of a collective, which are minutes, would end it otherwise."""
-    config = CriticConfig(model=str(reward_folder), optimizer=OptimizerConfig(learning_rate=1e-3), root=str(root))
-    started: list[SpawnedRank] = []
-
-    def start_ranks(_: CriticConfig) -> RankGroup:
-        started.append(SpawnedRank(0, 1, timeout_s=60))
-        return RankGroup("critic", [started[-1]])
-
-    critic = CriticModel(config, "critic", start_ranks)
-    whole = Columns.of_pairs(arrays(PROMPTS), arrays(RESPONSES))
-    asked = [Asked(whole, row) for row in range(len(whole))]
-    try:
-        await critic.start()
-        before = [row.tolist() for row in await critic.values(asked)]
-        pid = started[0].process.pid
-        assert pid
-        os.kill(pid, signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(Unavailable, match="a signal has stopped its process; the critic has lost its ranks"):
-            await critic.values(asked)
-        assert time.monotonic() - began < 20
-        async with asyncio.timeout(120):
-            while critic._renewing is not None:
-                await asyncio.sleep(0.1)
-        assert [row.tolist() for row in await critic.values(asked)] == before
-        assert len(started) == 2
-        assert not psutil.pid_exists(pid)
-    finally:
-        critic.stop()
