@@ -32,14 +32,12 @@ from tests.trajectories import of
 from tests.unit.contexts import Context
 from tests.unit.waiting import until
 
-HANGS, HUNG = threading.Event(), threading.Event()
 
+class Gated:
+    """A scorer of ones in this process, in passes of ten pairs; stands still at the prompt 13 until it is let go."""
 
-class Hangs:
-    """A scorer of ones in this process; hangs on the prompt 13."""
-
-    identity = pb.ScorerIdentity(name="function:hangs")
-    max_length, batch_tokens = 128, 1000
+    identity = pb.ScorerIdentity(name="function:gated")
+    max_length, batch_tokens = 128, 20
     texts = False
     vocab_size: int | None = None
     names: tuple[str, ...] = ()
@@ -47,29 +45,30 @@ class Hangs:
     batch_s: float | None = None
     patience_s: float | None = None
 
+    def __init__(self) -> None:
+        self.stands, self.goes_on = threading.Event(), threading.Event()
+        self.computed: list[int] = []
+        """Pairs of each pass."""
+
     def score(self, pairs: Sequence[EncodedPair]) -> Sequence[Result]:
         """Ones."""
+        self.computed.append(len(pairs))
         if any(13 in pair.prompt_ids for pair in pairs):
-            HUNG.set()
-            HANGS.wait()
+            self.stands.set()
+            self.goes_on.wait()
         return [np.ones(1, np.float32)] * len(pairs)
 
     def check(self) -> None:
         """Finds nothing wrong."""
 
 
-def replica(folder: Path, make: Any = None, **changes: Any) -> Any:
-    """A reward replica without Serve, whose scorer is `tests.scorers:length`, or what `make` makes."""
+def replica(folder: Path, gated: Gated | None = None, batch_s: float = 20.0, **changes: Any) -> Any:
+    """A reward replica without Serve, whose scorer is `tests.scorers:length`, or `gated`."""
     scorer = {"kind": "function", "function": "tests.scorers:length"} | changes
-    limits = {
-        "max_call_rows": 100,
-        "max_call_tokens": 4000,
-        "max_waiting_rows": 400,
-        "batch_s": 20.0 - 19 * bool(make),
-    }
+    limits = {"max_call_rows": 100, "max_call_tokens": 4000, "max_waiting_rows": 400, "batch_s": batch_s}
     made = object.__new__(Reward.func_or_class)  # type: ignore[attr-defined]
     config = {"tokenizer": str(folder), "scorer": scorer, "limits": limits}
-    made.__init__(RewardConfig.parse(config, "reward.args").hosted[""], make=make)
+    made.__init__(RewardConfig.parse(config, "reward.args").hosted[""], make=gated and (lambda *_: gated))
     return made
 
 
@@ -206,10 +205,30 @@ async def test_measures_come_although_the_other_replicas_stay_silent(
     assert re.search(r'quartet_reward_rows_total\{outcome="scored",replica="one".*\} 3\.0', text), text
 
 
+async def test_a_run_is_not_refused_and_waits_for_the_pass_that_computes_alone(policy_folder: Path) -> None:
+    """Beside a foreign caller of whom no more may wait."""
+    gated, judge = Gated(), Context("judge", Purpose.FOREIGN)
+    reward = replica(policy_folder, gated, batch_s=600.0)
+    foreign = [asyncio.create_task(reward.Score(pairs(count, prompt), judge)) for count, prompt in ((1, 13), (99, 5))]
+    await until(gated.stands.is_set)
+    foreign.append(asyncio.create_task(reward.Score(pairs(100), judge)))
+    await until(lambda: len(reward._batcher._open) == 3)
+    with pytest.raises(ResourceExhausted, match="of this caller wait already"):
+        await reward.Score(pairs(1), judge)
+    run = asyncio.create_task(reward.Score(pairs(5), Context("run")))
+    await until(lambda: len(reward._batcher._open) == 4)
+    gated.goes_on.set()
+    await run
+    assert gated.computed[1] == 5
+    await asyncio.gather(*foreign)
+    assert (sum(gated.computed), reward._admission.waiting_rows) == (205, 0)
+
+
 async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(policy_folder: Path) -> None:
-    reward = replica(policy_folder, lambda *_: Hangs())
+    gated = Gated()
+    reward = replica(policy_folder, gated, batch_s=1.0)
     hung = asyncio.create_task(reward.Score(pairs(1, prompt=13), Context("a")))
-    await until(HUNG.is_set)
+    await until(gated.stands.is_set)
     waiting = asyncio.create_task(reward.Score(pairs(2), Context("b", Purpose.FOREIGN)))
     await asyncio.wait_for(reward.check_health(), 1)
     for call in (hung, waiting):
@@ -219,7 +238,7 @@ async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(policy_folder:
         RuntimeError, match=r"a batch of 1 rows and 2 tokens for a has run for [1-9] s, longer than batch_s"
     ):
         await reward.check_health()
-    HANGS.set()
+    gated.goes_on.set()
 
 
 async def test_a_pair_on_which_the_function_hangs_costs_no_other_its_score(policy_folder: Path) -> None:
