@@ -126,6 +126,18 @@ def ask(channel: grpc.aio.Channel, method: str, *metadata: tuple[str, str], requ
     return make(f"/quartet.v1.{method}")(request, metadata=metadata or application, timeout=ANSWER_S)
 
 
+def made_keys(
+    folder: Path, callers: Mapping[str, Role] = CALLERS, *, tokens: bool = False, days: int = 1, **limits: object
+) -> Keys:
+    """Keys of these callers, and of a server on 127.0.0.1, under a policy with these limits."""
+    keys = Keys(folder, days=days)
+    keys.make(["127.0.0.1"], callers, tokens=tokens)
+    if limits:
+        policy = yaml.safe_load(keys.policy.read_text())
+        keys.policy.write_text(yaml.safe_dump(policy | {"limits": limits}))
+    return keys
+
+
 def channel_of(keys: Keys, name: str, target: str) -> grpc.aio.Channel:
     """A channel with the credentials that the keys hold for the caller `name`."""
     return connect(target, {VARIABLE: str(keys.folder / "clients" / name)})

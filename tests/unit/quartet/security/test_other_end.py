@@ -16,15 +16,14 @@ from quartet.security.other_end import has_tls
 from quartet.security.port import Port
 from quartet.wire.errors import Unavailable
 from services.reward.client import RewardClient
-from tests.unit.front_door import front_door
+from tests.unit.front_door import front_door, made_keys
 
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
     monkeypatch.chdir(tmp_path)  # away from the credentials of `quartet up`
     monkeypatch.delenv(VARIABLE, raising=False)
-    made = Keys(tmp_path / "keys", days=1)
-    made.make(["127.0.0.1"], {"me": "trainer"}, tokens=False)
+    made = made_keys(tmp_path / "keys", {"me": "trainer"})
     return made
 
 
@@ -62,8 +61,7 @@ async def test_a_caller_with_tls_is_told_of_a_port_without_it(keys: Keys) -> Non
 
 
 async def test_a_caller_is_told_of_a_certificate_that_it_does_not_accept(keys: Keys, tmp_path: Path) -> None:
-    other = Keys(tmp_path / "other", days=1)
-    other.make(["127.0.0.1"], {"me": "trainer"}, tokens=False)
+    other = made_keys(tmp_path / "other", {"me": "trainer"})
     async with front_door(Port(policy=keys.policy)) as (target, _):
         with (
             calling_with(other.folder / "clients/me"),

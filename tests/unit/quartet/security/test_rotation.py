@@ -34,12 +34,11 @@ from quartet.security.tls import SETTLE_S, Replacements
 from quartet.security.watched import LOOK_EVERY_S
 from quartet.wire.errors import Unauthenticated
 from tests.unit.fake_clock import Clock
-from tests.unit.front_door import CALLERS, ask, channel_of, edit_identity, front_door, outcome
+from tests.unit.front_door import ask, channel_of, edit_identity, front_door, made_keys, outcome
 
 
 async def test_tokens_are_rotated_and_withdrawn_without_a_restart(tmp_path: Path) -> None:
-    keys, clock = Keys(tmp_path / "keys", days=1), Clock()
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=True)
+    keys, clock = made_keys(tmp_path / "keys", {"run-a": "trainer"}, tokens=True), Clock()
     file = keys.folder / "clients/run-a/token"
     async with (
         front_door(Port(policy=keys.policy), clock=clock) as (target, _),
@@ -68,8 +67,7 @@ async def test_tokens_are_rotated_and_withdrawn_without_a_restart(tmp_path: Path
 
 async def test_a_run_takes_up_the_files_that_replace_its_certificate(tmp_path: Path) -> None:
     """Files that are broken, or gone, change nothing."""
-    keys, clock = Keys(tmp_path / "keys", days=1), Clock()
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    keys, clock = made_keys(tmp_path / "keys", {"run-a": "trainer"}), Clock()
     folder = keys.folder / "clients/run-a"
     async with (
         front_door(Port(policy=keys.policy), clock=clock) as (target, replicas),
@@ -128,8 +126,7 @@ async def test_closing_a_channel_ends_the_calls_on_those_before_it(tmp_path: Pat
 
 
 def test_a_key_with_a_password_is_an_error_of_the_credentials(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer"})
     folder = keys.folder / "clients/run-a"
     key = load_pem_private_key((folder / "client.key").read_bytes(), None)
     locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
@@ -139,8 +136,7 @@ def test_a_key_with_a_password_is_an_error_of_the_credentials(tmp_path: Path) ->
 
 
 def test_the_life_of_a_callers_certificate_is_read_from_its_file(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=10)
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer"}, days=10)
     folder, now = keys.folder / "clients/run-a", datetime.now(UTC) + timedelta(days=9)
     seen = life("127.0.0.1:1", now, {VARIABLE: str(folder)})
     assert seen is not None
@@ -155,8 +151,7 @@ def test_the_life_of_a_callers_certificate_is_read_from_its_file(tmp_path: Path)
 
 
 async def test_certificates_are_rotated_without_a_restart(tmp_path: Path) -> None:
-    keys, clock = Keys(tmp_path / "keys", days=1), Clock()
-    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    keys, clock = made_keys(tmp_path / "keys"), Clock()
     async with front_door(Port(policy=keys.policy), clock=clock) as (target, _):
         before = await _certificate(keys, target)
         keys.make(["127.0.0.1"], {"late": "prober"}, tokens=False)
@@ -180,9 +175,7 @@ async def _certificate(keys: Keys, target: str) -> bytes:
 
 
 async def test_another_authority_is_accepted_as_soon_as_the_policy_has_it(tmp_path: Path) -> None:
-    keys, other, clock = Keys(tmp_path / "keys", days=1), Keys(tmp_path / "other", days=1), Clock()
-    for made in (keys, other):
-        made.make(["127.0.0.1"], CALLERS, tokens=False)
+    keys, other, clock = made_keys(tmp_path / "keys"), made_keys(tmp_path / "other"), Clock()
     (other.folder / "clients/run-a/ca.pem").write_bytes((keys.folder / "ca/ca.pem").read_bytes())
     async with front_door(Port(policy=keys.policy), clock=clock) as (target, _):
         async with channel_of(other, "run-a", target) as channel:
@@ -255,8 +248,7 @@ def test_a_certificate_that_was_replaced_is_refused_at_once_or_in_ten_minutes(
 
 
 async def test_a_withdrawn_token_is_refused_at_the_next_call(tmp_path: Path) -> None:
-    keys, clock = Keys(tmp_path / "keys", days=1), Clock()
-    keys.make(["127.0.0.1"], {"run-a": "trainer", "run-b": "trainer"}, tokens=True)
+    keys, clock = made_keys(tmp_path / "keys", {"run-a": "trainer", "run-b": "trainer"}, tokens=True), Clock()
     file = keys.folder / "clients/run-a/token"
     leaked = file.read_text()
     async with (
@@ -277,8 +269,7 @@ async def test_a_withdrawn_token_is_refused_at_the_next_call(tmp_path: Path) -> 
 
 def test_a_certificate_that_expires_during_a_session_is_refused(tmp_path: Path) -> None:
     """A client may resume its TLS session for days, and TLS does not look at the date again."""
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer"})
     client, directory = keys.folder / "clients/run-a", Directory(load_policy(keys.policy))
 
     def shown() -> dict[str, list[bytes]]:

@@ -5,11 +5,8 @@ import os
 import resource
 import socket
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,12 @@ import yaml
 from grpc import StatusCode
 
 from quartet.security.credentials import VARIABLE, connect
-from quartet.security.keys.folder import Keys
 from quartet.security.policy import Limits, digest
 from quartet.security.port import Port
 from quartet.serving.door.connections import LOOK_S, PROOF_S, Connections, _ends, spelled
-from tests.configuration import REPO
+from tests.unit.door_process import door
 from tests.unit.fake_clock import Clock
-from tests.unit.front_door import ANSWER_S, ask, front_door, outcome
+from tests.unit.front_door import ANSWER_S, ask, front_door, made_keys, outcome
 from tests.unit.resting import resting
 
 
@@ -176,8 +172,7 @@ def test_what_was_proved_ends_with_its_connection() -> None:
 def keys_of(folder: Path, kind: str, **limits: object) -> tuple[Path, Path]:
     """A policy that asks for tokens, with TLS or on plain loopback, and a caller's credentials."""
     if kind == "tls":
-        keys = Keys(folder / "keys", days=1)
-        keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=True)
+        keys = made_keys(folder / "keys", {"run-a": "trainer"}, tokens=True)
         policy, client = keys.policy, keys.folder / "clients/run-a"
     else:
         policy, client = folder / "policy.yaml", folder / "client.yaml"
@@ -214,26 +209,9 @@ async def test_a_callers_connection_outlives_those_of_strangers(tmp_path: Path, 
         await asyncio.gather(*ends, return_exceptions=True)
 
 
-@contextmanager
-def door(policy: Path, log: Path, files: int) -> Iterator[str]:
-    """Target of a front door in a process of its own that may open so many files."""
-    environment = os.environ | {"PYTHONPATH": str(REPO), "GRPC_VERBOSITY": "ERROR"}
-    command = [sys.executable, "-m", "tests.unit.door_process", str(policy)]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-        ) as process,
-    ):
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
-        assert process.stdout
-        yield process.stdout.readline().strip()
-        assert process.poll() is None
-
-
 async def _rest_beside_a_caller(folder: Path, secured: str, kind: str, count: int, files: int) -> None:
     policy, client = keys_of(folder, secured)
-    with door(policy, folder / "errors", files) as target:
+    with door(policy, folder / "errors", files) as (target, _):
         taken = []
 
         async def call() -> None:

@@ -18,7 +18,7 @@ from quartet.security.identity import Caller
 from quartet.security.keys.certificates import Authority
 from quartet.security.keys.folder import Keys
 from quartet.security.port import Port
-from tests.unit.front_door import CALLERS, ask, channel_of, edit_identity, front_door, outcome
+from tests.unit.front_door import CALLERS, ask, channel_of, edit_identity, front_door, made_keys, outcome
 
 ALL = (
     *("Rollout/Generate", "Rollout/UpdateWeights", "Rollout/Info", "Reward/Score", "Reward/Info"),
@@ -34,8 +34,7 @@ ALLOWED = {
 
 @pytest.fixture(scope="module", params=["certificates", "tokens"])
 def keys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    made = Keys(tmp_path_factory.mktemp(request.param) / "keys", days=30)
-    made.make(["127.0.0.1"], CALLERS, tokens=request.param == "tokens")
+    made = made_keys(tmp_path_factory.mktemp(request.param) / "keys", tokens=request.param == "tokens", days=30)
     return made
 
 
@@ -124,16 +123,14 @@ async def assert_refused(keys: Keys, shown: Keys, by: Collection[StatusCode] = R
 
 
 async def test_certificates_of_another_authority_are_refused(keys: Keys, tmp_path: Path) -> None:
-    other = Keys(tmp_path / "other", days=1)
-    other.make(["127.0.0.1"], CALLERS, tokens=False)
+    other = made_keys(tmp_path / "other")
     client = other.folder / "clients/run-a"
     (client / "ca.pem").write_bytes((keys.folder / "ca/ca.pem").read_bytes())
     await assert_refused(keys, shown=other)
 
 
 async def test_a_name_is_compared_whole_and_not_up_to_a_nul_byte(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    keys = made_keys(tmp_path / "keys")
     client = keys.folder / "clients" / "run-a"
     Authority.open(keys.folder / "ca").certify_client(client, "client", "run-a\0.example", 1)
     await assert_refused(keys, shown=keys, by={StatusCode.UNAUTHENTICATED})
@@ -142,8 +139,7 @@ async def test_a_name_is_compared_whole_and_not_up_to_a_nul_byte(tmp_path: Path)
 @pytest.mark.parametrize("kind", [x509.DNSName, x509.RFC822Name])
 async def test_only_a_uri_identifies_a_caller(tmp_path: Path, kind: type[x509.GeneralName]) -> None:
     """An authority may let its users choose names of other kinds."""
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    keys = made_keys(tmp_path / "keys")
     client = keys.folder / "clients" / "run-a"
     authority = Authority.open(keys.folder / "ca")
     name = kind("quartet:run-a")  # type: ignore[call-arg]  # as all of its kinds take
@@ -152,8 +148,7 @@ async def test_only_a_uri_identifies_a_caller(tmp_path: Path, kind: type[x509.Ge
 
 
 async def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    keys = made_keys(tmp_path / "keys")
     client = keys.folder / "clients" / "run-a"
     Authority.open(keys.folder / "ca").certify_client(client, "client", "run-a", 0)
     # It is valid to the moment of its making, and from five minutes before.
@@ -161,8 +156,7 @@ async def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None
 
 
 async def test_the_servers_own_certificate_does_not_identify_a_caller(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    keys = made_keys(tmp_path / "keys")
     for suffix in ("pem", "key"):
         client = keys.folder / "clients/run-a" / f"client.{suffix}"
         client.write_bytes((keys.folder / "server" / f"server.{suffix}").read_bytes())
@@ -170,8 +164,7 @@ async def test_the_servers_own_certificate_does_not_identify_a_caller(tmp_path: 
 
 
 async def test_an_identity_may_be_held_to_some_applications(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    keys = made_keys(tmp_path / "keys")
     edit_identity(keys.policy, "evaluator", applications=["reward"])
     async with front_door(Port(policy=keys.policy)) as (target, _), channel_of(keys, "evaluator", target) as channel:
         assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
@@ -183,8 +176,7 @@ async def test_an_identity_may_be_held_to_some_applications(tmp_path: Path) -> N
 
 
 async def test_the_policy_may_name_certificates_of_ones_own(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"pager-1": "trainer"}, tokens=False)
+    keys = made_keys(tmp_path / "keys", {"pager-1": "trainer"})
     values = yaml.safe_load(keys.policy.read_text())
     values["identities"] = {"pager": {"role": "prober", "certificates": ["quartet:pager-1"]}}
     keys.policy.write_text(yaml.safe_dump(values))

@@ -28,7 +28,7 @@ from quartet.serving.door import http_guard, to_replica
 from quartet.serving.door.open_calls import OpenCalls
 from quartet.wire.json_bounds import DEEPEST, MOST_ELEMENTS, MOST_STRINGS
 from tests.http_requests import JSON, Answer, ask, bearer
-from tests.unit.front_door import CALLERS
+from tests.unit.front_door import CALLERS, made_keys
 from tests.unit.http_door import Replicas, Send, fine, http_door
 
 PATHS = ROUTES["Rollout"]
@@ -61,8 +61,7 @@ COMPLETIONS = "/rollout/v1/completions"
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    made = Keys(tmp_path_factory.mktemp("http") / "keys", days=30)
-    made.make(["127.0.0.1"], CALLERS, tokens=True)
+    made = made_keys(tmp_path_factory.mktemp("http") / "keys", tokens=True, days=30)
     return made
 
 
@@ -141,9 +140,8 @@ async def test_a_session_is_named_by_its_owner_and_other_servers_numbers_are_lef
             assert headers.get("quartet-session") == (session if known else None)
 
 
-async def test_a_key_ends_with_its_owners_rights(keys: Keys, tmp_path: Path) -> None:
-    changing = Keys(tmp_path / "keys", days=1)
-    changing.make(["127.0.0.1"], {"client": "sampler", "other": "sampler"}, tokens=True)
+async def test_a_key_ends_with_its_owners_rights(tmp_path: Path) -> None:
+    changing = made_keys(tmp_path / "keys", {"client": "sampler", "other": "sampler"}, tokens=True)
     written = changing.policy.read_text()
     with patch.object(watched, "LOOK_EVERY_S", 0.0):
         async with http_door(guarded(changing)) as (port, replicas):
@@ -246,9 +244,8 @@ async def test_the_identity_is_the_proxys_and_nothing_else_of_the_headers_goes_o
         }
 
 
-async def test_a_caller_of_other_applications_is_refused(keys: Keys, tmp_path: Path) -> None:
-    other = Keys(tmp_path / "keys", days=1)
-    other.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
+async def test_a_caller_of_other_applications_is_refused(tmp_path: Path) -> None:
+    other = made_keys(tmp_path / "keys", {"client": "sampler"}, tokens=True)
     policy = yaml.safe_load(other.policy.read_text())
     policy["identities"]["client"]["applications"] = ["second"]
     other.policy.write_text(yaml.safe_dump(policy))
@@ -314,10 +311,7 @@ async def test_bodies_are_bounded_before_they_are_parsed(body: bytes, status: in
 
 
 async def test_a_body_that_no_message_of_grpc_holds_goes_by_reference(tmp_path: Path) -> None:
-    large = Keys(tmp_path / "keys", days=1)
-    large.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
-    policy = yaml.safe_load(large.policy.read_text())
-    large.policy.write_text(yaml.safe_dump(policy | {"limits": {"message_bytes": {"completions": 8 << 20}}}))
+    large = made_keys(tmp_path / "keys", {"client": "sampler"}, tokens=True, message_bytes={"completions": 8 << 20})
     async with http_door(guarded(large)) as (port, replicas):
         for size in (10, LARGEST_MESSAGE, 10):
             assert (await ask(port, COMPLETIONS, {"prompt": "a" * size}, proof(large, "client"))).status == 200
@@ -362,11 +356,8 @@ async def test_a_refusal_is_read_by_a_caller_whose_body_comes_meanwhile() -> Non
             assert replicas.seen == []
 
 
-async def test_a_body_that_does_not_come_is_given_up(keys: Keys, tmp_path: Path) -> None:
-    slow = Keys(tmp_path / "keys", days=1)
-    slow.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
-    policy = yaml.safe_load(slow.policy.read_text())
-    slow.policy.write_text(yaml.safe_dump(policy | {"limits": {"request_s": 0.2}}))
+async def test_a_body_that_does_not_come_is_given_up(tmp_path: Path) -> None:
+    slow = made_keys(tmp_path / "keys", {"client": "sampler"}, tokens=True, request_s=0.2)
     async with http_door(guarded(slow)) as (port, replicas):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         name, value = proof(slow, "client")
@@ -390,16 +381,9 @@ async def test_bodies_that_do_not_come_hold_their_own_bytes_and_keep_no_other_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 uploads that stood still kept all other requests of their caller waiting for half a minute."""
-    slow = Keys(tmp_path / "keys", days=1)
-    slow.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
-    policy = yaml.safe_load(slow.policy.read_text())
-    limits = {
-        "request_s": 600,
-        "receiving": 1,
-        "unanswered_bytes": 800_000,
-        "message_bytes": {"completions": 200_000},
-    }
-    slow.policy.write_text(yaml.safe_dump(policy | {"limits": limits}))  # half of 800,000 bytes are the caller's
+    limits: dict[str, Any] = {"request_s": 600, "receiving": 1, "message_bytes": {"completions": 200_000}}
+    limits["unanswered_bytes"] = 800_000  # half of them the caller's
+    slow = made_keys(tmp_path / "keys", {"client": "sampler"}, tokens=True, **limits)
     arrived: list[int] = []
     hold = OpenCalls.hold
 
@@ -425,12 +409,9 @@ async def test_bodies_that_do_not_come_hold_their_own_bytes_and_keep_no_other_re
         assert len(replicas.seen) == 2
 
 
-async def test_open_requests_have_shares(keys: Keys, tmp_path: Path) -> None:
-    few = Keys(tmp_path / "keys", days=1)
-    few.make(["127.0.0.1"], {"client": "sampler", "other": "sampler"}, tokens=True)
-    policy = yaml.safe_load(few.policy.read_text())
-    limits = {"concurrent_calls": 4, "caller_share": 0.5, "training_reserve": 0.25}
-    few.policy.write_text(yaml.safe_dump(policy | {"limits": limits}))
+async def test_open_requests_have_shares(tmp_path: Path) -> None:
+    limits: Any = {"concurrent_calls": 4, "caller_share": 0.5, "training_reserve": 0.25}
+    few = made_keys(tmp_path / "keys", {"client": "sampler", "other": "sampler"}, tokens=True, **limits)
     released, waiting = asyncio.Event(), asyncio.Semaphore(0)
 
     async def later(send: Send) -> None:
@@ -544,12 +525,9 @@ async def test_a_caller_that_leaves_is_known_to_the_replica() -> None:
         await asyncio.wait_for(replicas.left.wait(), 30)
 
 
-async def test_a_caller_that_does_not_read_is_given_up(keys: Keys, tmp_path: Path) -> None:
+async def test_a_caller_that_does_not_read_is_given_up(tmp_path: Path) -> None:
     """The connection is closed, and the replica learns that it has left, as if it had closed it itself."""
-    unread = Keys(tmp_path / "keys", days=1)
-    unread.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
-    policy = yaml.safe_load(unread.policy.read_text())
-    unread.policy.write_text(yaml.safe_dump(policy | {"limits": {"unread_s": 0.2}}))
+    unread = made_keys(tmp_path / "keys", {"client": "sampler"}, tokens=True, unread_s=0.2)
 
     async def without_end(send: Send) -> None:
         kind = (b"content-type", b"text/event-stream")

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -20,19 +21,14 @@ from ray.serve.config import gRPCOptions
 from quartet.config.base import ConfigError
 from quartet.seams.grpc import RefusesUnknownMethods
 from quartet.security.credentials import VARIABLE, connect
-from quartet.security.keys.folder import Keys
 from quartet.security.policy import digest
 from quartet.security.port import LOCAL_VARIABLE, Port
 from quartet.serving.proxy import bind_to_host
-from tests.unit.front_door import ANSWER_S, CALLERS, FUNCTIONS, Replicas, ask, channel_of, front_door, outcome
+from tests.unit.front_door import ANSWER_S, FUNCTIONS, Replicas, ask, channel_of, front_door, made_keys, outcome
 
 
 async def test_callers_that_send_nothing_do_not_keep_others_out(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
-    limits = {"concurrent_calls": 20, "caller_share": 1.0, "request_s": 0.3}
-    values = yaml.safe_load(keys.policy.read_text()) | {"limits": limits}
-    keys.policy.write_text(yaml.safe_dump(values))
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer"}, concurrent_calls=20, caller_share=1.0, request_s=0.3)
     async with (
         front_door(Port(policy=keys.policy)) as (target, replicas),
         channel_of(keys, "run-a", target) as channel,
@@ -50,8 +46,7 @@ async def test_callers_that_send_nothing_do_not_keep_others_out(tmp_path: Path) 
 @pytest.mark.parametrize("name", [b"/\xff/x", b"/quartet.v1.Reward/\xc3(", b"", b"/", b"/quartet.v1.Reward/Nothing"])
 async def test_a_method_that_does_not_exist_is_refused_and_the_port_stays_open(tmp_path: Path, name: bytes) -> None:
     """A name that is not UTF-8 once ended gRPC's server, without any proof of who called."""
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=True)
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer"}, tokens=True)
     async with (
         front_door(Port(policy=keys.policy)) as (target, _),
         channel_of(keys, "run-a", target) as channel,
@@ -66,10 +61,7 @@ async def test_a_method_that_does_not_exist_is_refused_and_the_port_stays_open(t
 
 
 async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
-    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"handshake_s": 2}}
-    keys.policy.write_text(yaml.safe_dump(values))
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer"}, handshake_s=2)
     async with (
         front_door(Port(policy=keys.policy)) as (target, _),
         channel_of(keys, "run-a", target) as channel,
@@ -84,10 +76,8 @@ async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
 
 
 async def test_a_caller_that_holds_its_calls_open_keeps_no_other_out(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"run-a": "trainer", "pager": "prober"}, tokens=False)
-    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"concurrent_calls": 20, "caller_share": 0.4}}
-    keys.policy.write_text(yaml.safe_dump(values))
+    limits: Any = {"concurrent_calls": 20, "caller_share": 0.4}
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer", "pager": "prober"}, **limits)
     async with (
         front_door(Port(policy=keys.policy)) as (target, _),
         channel_of(keys, "run-a", target) as channel,
@@ -141,10 +131,7 @@ async def test_a_program_that_ends_none_of_its_requests_keeps_no_other_program_o
 
 
 async def test_a_connection_has_some_requests_received_at_a_time(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"run-a": "trainer", "pager": "prober"}, tokens=False)
-    limits = {"receiving": 2}
-    keys.policy.write_text(yaml.safe_dump(yaml.safe_load(keys.policy.read_text()) | {"limits": limits}))
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer", "pager": "prober"}, receiving=2)
     async with (
         front_door(Port(policy=keys.policy)) as (target, _),
         channel_of(keys, "run-a", target) as channel,
@@ -162,10 +149,7 @@ async def test_a_connection_has_some_requests_received_at_a_time(tmp_path: Path)
 
 
 async def test_calls_beyond_the_most_that_may_be_open_are_refused(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
-    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"concurrent_calls": 2, "caller_share": 1.0}}
-    keys.policy.write_text(yaml.safe_dump(values))
+    keys = made_keys(tmp_path / "keys", {"run-a": "trainer"}, concurrent_calls=2, caller_share=1.0)
     async with (
         front_door(Port(policy=keys.policy)) as (target, replicas),
         channel_of(keys, "run-a", target) as channel,
@@ -216,8 +200,7 @@ async def _start_as_serve_does(
 
 
 async def test_serve_opens_its_port_as_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    keys = made_keys(tmp_path / "keys")
     for name, value in Port(policy=keys.policy).environment.items():
         monkeypatch.setenv(name, value)
     server, number = await _start_as_serve_does(monkeypatch)
