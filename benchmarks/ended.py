@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -68,14 +69,20 @@ def logged(
             end_marked(mark)
 
 
-def end_marked(mark: str) -> None:
+def end_marked(mark: str, variable: str = MARK) -> None:
     """Kills the processes whose environment has the mark, and their descendants, whose titles may replace it."""
     for _ in range(5):
-        found = marked(mark)
+        found = marked(mark, variable)
         _send(found, signal.SIGKILL)
         if not found:
             return
         time.sleep(0.2)
+
+
+def heed_sigterm() -> None:
+    """Has SIGTERM end this process by an exception, as Ctrl-C does: by itself it would leave behind what this process
+    started, some of it stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @contextmanager

@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,21 +32,20 @@ STAGES = ("generate", "score", "logprobs", "train", "push")
 
 
 def make_environment(folder: Path, algorithm: str = "ppo") -> Path:
-    """A virtual environment with the TRL of an algorithm in it, made once; its Python."""
+    """A virtual environment with the TRL of an algorithm in it, made once for each version; its Python."""
     python = folder / "bin" / "python"
-    done = folder / ".installed"
-    if not done.exists():
+    done, wanted = folder / ".installed", (VERSIONS[algorithm], *LIBRARIES)
+    if not done.exists() or done.read_text() != "\n".join(wanted):
         uv = str(Path(sys.executable).with_name("uv"))
         wheels = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
         # As in the Makefile: a CPU build of torch is in a folder of wheels, or else on PyTorch's own index.
         torch, environment = ([], {"UV_FIND_LINKS": wheels}) if wheels else (["--torch-backend", "cpu"], {})
-        subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
-        subprocess.run(
-            [uv, "pip", "install", "--quiet", "--python", str(python), *torch, VERSIONS[algorithm], *LIBRARIES],
-            check=True,
-            env=os.environ | environment,
-        )
-        done.touch()
+        # Of an installation that was broken off, or of another version, the folder is there already.
+        venv = [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(folder)]
+        subprocess.run(venv, check=True)
+        install = [uv, "pip", "install", "--quiet", "--python", str(python), *torch, *wanted]
+        subprocess.run(install, check=True, env=os.environ | environment)
+        done.write_text("\n".join(wanted))
     return python
 
 
@@ -88,6 +87,15 @@ class Quartet:
     def trace(self) -> Path:
         """The trace file of its last updates."""
         return self.folder / "runs" / "race" / TRACE
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Context in which the services are up. What a start that failed or was broken off has left ends too."""
+        try:
+            self.up()
+            yield
+        finally:
+            self.down()
 
     def up(self) -> None:
         """Starts the services."""

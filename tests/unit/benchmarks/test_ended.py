@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from benchmarks.ended import SIDE, ended, stopped
+from benchmarks.ended import MARK, SIDE, end_marked, ended, marked, stopped
 from benchmarks.vs_trl.sides import python_path
 
 CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -39,6 +39,19 @@ def test_a_side_stands_still_while_the_other_has_its_turn() -> None:
         os.waitid(os.P_PID, one, os.WCONTINUED)
     finally:
         for each in sides:
+            each.kill()
+            each.wait()
+
+
+def test_the_processes_of_a_side_end_and_no_others() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    one, other = (subprocess.Popen(command, env={variable: "mark of a test"}) for variable in (SIDE, MARK))
+    try:
+        end_marked("mark of a test", SIDE)
+        assert one.wait(10) < 0
+        assert marked("mark of a test") == {other.pid}
+    finally:
+        for each in (one, other):
             each.kill()
             each.wait()
 
