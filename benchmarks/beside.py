@@ -21,14 +21,12 @@ import asyncio
 import json
 import os
 import random
-import signal
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated
 
 import aiohttp
@@ -36,7 +34,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ended import processor_s
+from benchmarks.arguments import check_known
+from benchmarks.ended import SIDE, end_marked, heed_sigterm, processor_s
 from benchmarks.figures import keep
 from benchmarks.vs_trl.cases import CASES, Case
 from benchmarks.vs_trl.sides import STAGES, Quartet, configured
@@ -160,7 +159,9 @@ def main(
     share: Annotated[float | None, typer.Option(help="foreign_share of the rollout service")] = None,
 ) -> None:
     """Measures and prints the ratios."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    check_known([case], CASES, "--case")
+    check_known(client, (CHAT, EVALUATION), "--client")
+    heed_sigterm()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         CASES[case].make(folder)
@@ -171,23 +172,32 @@ def main(
         raw["http_options"]["port"] = port
         raw["security"] = {**raw.get("security", {}), "http": True}
         quartet = Quartet(folder, raw)
-        quartet.up()
-        try:
+        with quartet.served():
             address, token = f"http://127.0.0.1:{port}/rollout/", folder / ".quartet/access/token"
             clients = Clients(CASES[case], address, token, client, evaluations)
-            windows, lines = asyncio.run(_windows(folder, quartet, clients, rounds, steps))
-        finally:
-            quartet.down()
+            windows, lines = asyncio.run(_measured(folder, quartet, clients, rounds, steps))
     _tell(CASES[case], windows, lines, clients)
 
 
-async def _windows(
+async def _measured(
     folder: Path, quartet: Quartet, clients: Clients, rounds: int, steps: int
 ) -> tuple[list[Window], list[dict[str, float]]]:
-    """The windows, the first and the last of them alone, and the run's steps."""
+    """The windows and the run's steps."""
     count = 2 * len(PURPOSES) * rounds + 1
     # Each window has a step before it that is left out.
     run = asyncio.create_task(asyncio.to_thread(quartet.updates, WARM_UP + count * (steps + 1)))
+    try:
+        return await windows_of(folder, run, clients, count, steps), await run
+    except BaseException:
+        # A thread waits for the end of the run, and this process for the thread.
+        end_marked(str(folder), SIDE)
+        raise
+
+
+async def windows_of(
+    folder: Path, run: "asyncio.Task[list[dict[str, float]]]", clients: Clients, count: int, steps: int
+) -> list[Window]:
+    """The windows of a run, the first and the last of them alone."""
     windows = []
     for index in range(count):
         first = WARM_UP + index * (steps + 1) + 1
@@ -199,14 +209,14 @@ async def _windows(
         await _reached(folder, first + steps, run)
         after = processor_s(str(folder)), time.process_time(), _machine_s()
         spent = (b - a for a, b in zip(before, after, strict=True))
-        windows.append(Window(range(first, first + steps), purpose, *spent))
+        windows.append(Window(range(first + 1, first + 1 + steps), purpose, *spent))
         if asking:
             if asking.done():
                 await asking  # raises why
             asking.cancel()
             with suppress(asyncio.CancelledError):
                 await asking
-    return windows, await run
+    return windows
 
 
 def _machine_s() -> float:
@@ -258,7 +268,8 @@ def _tell(case: Case, windows: list[Window], lines: list[dict[str, float]], clie
         at = [index for index, window in enumerate(windows) if window.purpose == purpose]
         ratios = [2 * step_s[index] / (step_s[index - 1] + step_s[index + 1]) for index in at]
         foreign = sum(a.tokens / a.seconds for (asked, _), a in clients.answers.items() if asked == purpose)
-        share = foreign * medians[purpose]["step"] / (case.batch * case.longest)
+        lengths = [lines[step - 1]["length"] for index in at for step in windows[index].steps]
+        share = foreign * medians[purpose]["step"] / (case.batch * (case.prompt + mean(lengths)))
         each = ", ".join(f"{one:.3f}" for one in ratios)
         console.print(
             f"a step beside {purpose.name.lower()} clients, of alone: {median(ratios):.3f} (each window {each}); "
