@@ -17,6 +17,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import numbers
+from benchmarks.ended import heed_sigterm
 from orchestrator.commands.run_folder import RUNS
 from orchestrator.evaluation.intervals import Interval
 from orchestrator.monitoring.metrics import read_metrics
@@ -33,9 +35,10 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 40,
 ) -> None:
     """Runs the benchmark and prints its results."""
-    runs = [_train(int(seed), steps, kl=True) for seed in filter(None, seeds.split(","))]
-    runs += [_train(int(seed), steps, kl=False) for seed in filter(None, without_kl.split(","))]
-    console.print(_table(runs))
+    wanted = [(seed, True) for seed in numbers(seeds, "--seeds")]
+    wanted += [(seed, False) for seed in numbers(without_kl, "--without-kl")]
+    heed_sigterm()
+    console.print(_table([_train(seed, steps, kl=kl) for seed, kl in wanted]))
 
 
 def _train(seed: int, steps: int, *, kl: bool) -> Path:
@@ -43,7 +46,7 @@ def _train(seed: int, steps: int, *, kl: bool) -> Path:
     _run("-m", "recipes.reviews", "--out", models, "--seed", str(seed))
     name = f"demo-seed{seed}" + ("" if kl else "-without-kl")
     config = Path(models) / f"{name}.yaml"
-    config.write_text(yaml.safe_dump(_variant(models, name, seed, steps, kl=kl), sort_keys=False))
+    config.write_text(yaml.safe_dump(variant(models, name, seed, steps, kl=kl), sort_keys=False))
     try:
         _quartet("up", str(config))
         _quartet("train", "--overwrite", str(config))
@@ -53,13 +56,14 @@ def _train(seed: int, steps: int, *, kl: bool) -> Path:
     return RUNS / name
 
 
-def _variant(models: str, name: str, seed: int, steps: int, *, kl: bool) -> dict[str, Any]:
+def variant(models: str, name: str, seed: int, steps: int, *, kl: bool) -> dict[str, Any]:
+    """deploy/ppo.yaml with these models, name, seed and steps, with or without the KL penalty."""
     text = BASE.read_text().replace("models/reviews/", f"{models}/")
     config: dict[str, Any] = yaml.safe_load(text)
     orchestrator = config["orchestrator"]
     orchestrator |= {"name": name, "seed": seed, "steps": steps}
     if not kl:
-        orchestrator["algorithm"]["kl"]["coef"] = 0.0
+        orchestrator["algorithm"]["kl"] = {"coef": 0.0}
     return config
 
 

@@ -17,7 +17,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "adapters": ("--size", "tiny", "--rounds", "1", "--prompts", "2", "--new", "4"),
     "agents": ("--rounds", "1", "--steps", "1"),
     "beside": ("--rounds", "1", "--steps", "1"),
-    "demo_seeds": ("--seeds", "0", "--without-kl", "", "--steps", "1"),
+    "demo_seeds": ("--seeds", "", "--without-kl", "0", "--steps", "1"),
     "door": ("--seconds", "0.5", "--rounds", "1", "--callers", "1", "--callers", "4", "--new", "8"),
     "function_workers": ("--seconds", "0.5", "--rounds", "1"),
     "gpu.engine": (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16"),
