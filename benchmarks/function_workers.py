@@ -117,7 +117,8 @@ async def measure(
 async def measured(seconds: float, rounds: int) -> None:
     """Measures in turns, and prints medians."""
     here, apart, working = in_process(), workers("count"), workers("works")
-    await measure(working, min(seconds, 2))
+    for each in (here, apart, working):  # starts the workers
+        await measure(each, min(seconds, 2))
     cheap, ratios = [], []
     for number in range(rounds):
         cheap.append([(await measure(each, seconds / 4))[0] for each in (here, apart)])

@@ -12,8 +12,8 @@ them.
 - `transfer`: the part of a push in which bytes move: every bucket broadcast, hashed and compared.
 - `push`: all of it: who is there, prepare, gathering and packing the weights, transfer, and loading them.
 - `join`: a newcomer brought to the weights in between, from its application to its being ready to serve them.
-- `proof`: what scoring a few fixed sequences on both sides, by a model of as many bytes, adds to a push in the
-  mean at `weights.prove_every`.
+- `proof`: what scoring a few fixed sequences on both sides, by a model of as many bytes, adds to a push of which it
+  is the proof.
 - `layers`: one call and one broadcast for each of 300 tensors, as peers do it, without packing or loading.
 """
 
@@ -30,6 +30,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import check_known, numbers
 from benchmarks.figures import keep
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.prover import Prover
@@ -52,6 +53,7 @@ from tests.sized import MAX_LENGTH, VOCABULARY, score
 from tests.sources import HOST, LocalSource
 
 TENSORS = 300
+BACKENDS = ("gloo", "ipc", "cuda-ipc")
 STALL_S = 60.0
 console = Console()
 
@@ -65,6 +67,8 @@ def main(
     device: Annotated[str, typer.Option(help="where the weights are, and go to")] = "cpu",
 ) -> None:
     """Runs the benchmark and prints its results."""
+    counts = numbers(replicas, "--replicas", least=1)
+    check_known([backend], BACKENDS, "--backend")
     torch.set_num_threads(1)
     title = f"{mib} MiB in {TENSORS} tensors, buckets of {bucket_mib} MiB, {backend}, {device}"
     drawn = Table(title=title, title_justify="left")
@@ -82,7 +86,7 @@ def main(
         "proof/push",
     ):
         drawn.add_column(column, justify="right")
-    for count in [int(number) for number in replicas.split(",")]:
+    for count in counts:
         medians = asyncio.run(_measure(mib, count, rounds, bucket_mib, backend, device))
         keep(f"{backend}, {count} {'replica' if count == 1 else 'replicas'}", medians)
         drawn.add_row(str(count), *_cells(medians))
@@ -118,8 +122,8 @@ async def _measure(
                 took = await side()
                 if round_ >= 0:
                     seconds[name].append(took)
-            if round_ >= 0:
-                seconds["transfer"].append(source.transfer_s)
+                    if name == "push":  # `proved` is one too
+                        seconds["transfer"].append(source.transfer_s)
     finally:
         bare.end()
         await fleet.end()
@@ -133,12 +137,8 @@ def _cells(seconds: dict[str, float]) -> list[str]:
     medians = {name.removesuffix("_s"): took for name, took in seconds.items()}
     times = [f"{medians[name]:.3f}" for name in ("bare", "transfer", "push", "layers", "join")]
     ratios = [("transfer", "bare"), ("push", "bare"), ("layers", "push"), ("join", "push")]
-    proof = (medians["proved"] - medians["push"]) / WeightsConfig().prove_every
-    return [
-        *times,
-        *(f"{medians[over] / medians[under]:.2f}" for over, under in ratios),
-        f"{proof / medians['push']:.3f}",
-    ]
+    proof = medians["proved"] / medians["push"] - 1
+    return [*times, *(f"{medians[over] / medians[under]:.2f}" for over, under in ratios), f"{proof:.2f}"]
 
 
 def _weights(mib: int) -> dict[str, torch.Tensor]:
