@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import check_known
 from benchmarks.figures import keep
 from benchmarks.gpu.engine import mismatch
 from benchmarks.gpu.models import SIZES, make, tokens
@@ -48,6 +49,8 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
     """Runs the benchmark and prints its results."""
+    check_known([size], SIZES, "--size")
+    check_known([dtype], ("float32", "bfloat16"), "--dtype")
     with tempfile.TemporaryDirectory() as temporary:
         folder = make(Path(temporary), size, dtype)
         sides = asyncio.run(_measured(folder, size, LoraConfig(rank=rank), rounds, prompts, new, dtype))

@@ -7,8 +7,6 @@ turns. The agent asks for one response to each prompt, of as many tokens, and do
 sessions, HTTP and a client cost. The client is in the process of the run, as agents are.
 """
 
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -18,6 +16,8 @@ import typer
 from openai import AsyncOpenAI
 from rich.console import Console
 
+from benchmarks.arguments import check_known
+from benchmarks.ended import heed_sigterm
 from benchmarks.figures import keep
 from benchmarks.vs_trl.cases import CASES
 from benchmarks.vs_trl.sides import Quartet, configured
@@ -28,6 +28,8 @@ console = Console()
 MODEL = AsyncOpenAI(base_url="http://127.0.0.1", api_key="of each task", max_retries=10)
 WARM_UP = 2
 """First steps of a run, which are left out."""
+EQUAL = [name for name, case in CASES.items() if case.equal]
+"""Cases whose responses have the same length, as the agent's have."""
 
 
 async def ask(task: Task) -> None:
@@ -39,14 +41,13 @@ async def ask(task: Task) -> None:
 
 
 def main(
-    case: Annotated[
-        str, typer.Option(help=f"One of {', '.join(CASES)}, with responses of the same length.")
-    ] = "demo",
+    case: Annotated[str, typer.Option(help=f"One of {', '.join(EQUAL)}.")] = "demo",
     rounds: Annotated[int, typer.Option(min=1, help="of both runs")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="of a run, besides the first two")] = 6,
 ) -> None:
     """Measures and prints the ratio."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    check_known([case], EQUAL, "--case")
+    heed_sigterm()
     sides: dict[str, list[dict[str, float]]] = {"alone": [], "by the agent": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -59,8 +60,7 @@ def main(
         agent = {"kind": f"{Path(__file__).parent.name}.{Path(__file__).stem}:ask", "max_tokens": response}
         by_agent = alone | {"agent": agent, "sampling": alone["sampling"] | {"min_new_tokens": 0}}
         quartet = Quartet(folder, raw)
-        quartet.up()
-        try:
+        with quartet.served():
             for _ in range(rounds):
                 for name, section in zip(sides, (alone, by_agent), strict=True):
                     raw["orchestrator"] = section
@@ -69,8 +69,6 @@ def main(
                     sides[name] += lines
                     shown = {stage: median(line[stage] for line in lines) for stage in ("step", "generate")}
                     console.print(f"{name}: a step {shown['step']:.3f} s, of it generation {shown['generate']:.3f} s")
-        finally:
-            quartet.down()
     ratios = {
         stage: median(line[stage] for line in sides["by the agent"]) / median(line[stage] for line in sides["alone"])
         for stage in ("step", "generate")

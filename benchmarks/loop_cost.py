@@ -16,6 +16,7 @@ the bytes.
 import asyncio
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -170,31 +171,38 @@ def measured(responses: int, tokens: int, steps: int) -> dict[str, float]:
 
 
 def main(
-    size: list[str] | None = None,
+    size: Annotated[list[str], typer.Option(help="responses x tokens of each; several times for several sizes")] = [  # noqa: B006
+        *SIZES
+    ],
     steps: Annotated[int, typer.Option(min=1)] = 4,
-    alone: Annotated[bool, typer.Option(help="Measure in this process, and print JSON.")] = False,
+    alone: Annotated[
+        bool, typer.Option(hidden=True, help="Measure the size in this process, and print JSON.")
+    ] = False,
 ) -> None:
     """Measures each size in a process of its own, and prints a table."""
+    sizes = {each: _numbers(each) for each in size}
     if alone:
-        print(json.dumps([measured(*_numbers(each), steps) for each in size or SIZES]))
+        [(responses, tokens)] = sizes.values()  # the most memory that a process has had holds that of all sizes
+        print(json.dumps(measured(responses, tokens, steps)))
         return
     table = Table("responses x tokens", "s a step", "s a million tokens", "packed MiB", "peak / packed")
-    for each in size or SIZES:
+    for each, (responses, tokens) in sizes.items():
         command = [sys.executable, "-m", "benchmarks.loop_cost", "--alone", "--size", each, "--steps", str(steps)]
         # In the environment of a command of Quartet.
         done = subprocess.run(
-            command, env=IDLE_THREADS_SLEEP | os.environ, check=True, capture_output=True, text=True
+            command, env=IDLE_THREADS_SLEEP | os.environ, check=True, stdout=subprocess.PIPE, text=True
         )
-        [line] = json.loads(done.stdout)
-        responses, tokens = _numbers(each)
+        line = json.loads(done.stdout)
         rate, share = line["seconds"] / (responses * tokens / 1e6), line["peak"] / line["packed"]
         table.add_row(each, f"{line['seconds']:.3f}", f"{rate:.2f}", f"{line['packed'] / MIB:.1f}", f"{share:.1f}")
     console.print(table)
 
 
 def _numbers(size: str) -> tuple[int, int]:
-    responses, tokens = size.split("x")
-    return int(responses), int(tokens)
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
+    if found is None:
+        raise typer.BadParameter(f"{size!r} should be responses x tokens, such as 512x1024", param_hint="--size")
+    return int(found[1]), int(found[2])
 
 
 if __name__ == "__main__":

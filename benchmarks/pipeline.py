@@ -22,9 +22,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import check_known
 from benchmarks.emulated.pace import CASES, Pace
 from benchmarks.emulated.quartet import Quartet, quartet
 from benchmarks.emulated.run import Line, Run
+from benchmarks.ended import heed_sigterm
 from orchestrator.clients import Services
 
 WARM_UP = 2
@@ -40,6 +42,8 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 4,
 ) -> None:
     """Runs the benchmark and prints its results."""
+    check_known(case or (), CASES, "--case")
+    heed_sigterm()
     chosen = {name: CASES[name].times(seconds) for name in case or CASES}
     with quartet(next(iter(chosen.values()))) as services:
         console.print(asyncio.run(_measured(services, chosen, rounds, steps)))

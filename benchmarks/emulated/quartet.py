@@ -50,8 +50,8 @@ def quartet(pace: Pace) -> Iterator[Quartet]:
             up(file, START_S, print)
             yield Quartet(Deployment.load(file).orchestrator, times)
         finally:
-            if ray := cluster.running():
-                cluster.stop(ray)
+            if started := cluster.last():
+                cluster.stop(started)
 
 
 def _raw(folder: str, times: Path) -> dict[str, Any]:

@@ -13,8 +13,6 @@ each stage that its arithmetic would take, done as fast as these cores do one la
 """
 
 import os
-import signal
-import sys
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +24,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import check_known
+from benchmarks.ended import heed_sigterm
 from benchmarks.vs_trl.cases import CASES, Case
 from benchmarks.vs_trl.floor import operations, rate
 from benchmarks.vs_trl.sides import STAGES, Quartet, Trl, configured, make_environment
@@ -41,8 +41,8 @@ def main(
     environment: Path = Path(".quartet/trl"),
 ) -> None:
     """Runs the benchmark and prints its results."""
-    # Ended in TRL's turn, it would otherwise leave Quartet's processes stopped behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    check_known(case, CASES, "--case")
+    heed_sigterm()
     pythons = {
         algorithm: make_environment(environment.absolute().with_name(f"{environment.name}{suffix}"), algorithm)
         for algorithm, suffix in (("ppo", ""), ("grpo", "-grpo"))
@@ -94,8 +94,7 @@ def race(name: str, rounds: int, updates: int, at_rest: bool, python: Path) -> R
         CASES[name].make(folder)
         trl = Trl(python, folder, CASES[name], threads=len(os.sched_getaffinity(0)))
         quartet = Quartet(folder, configured(folder, CASES[name]))
-        quartet.up()
-        try:
+        with quartet.served():
             for round_ in range(rounds):
                 with nullcontext() if at_rest else quartet.stopped():
                     result.rates.append(rate(trl.threads, CASES[name].dtype))
@@ -104,8 +103,6 @@ def race(name: str, rounds: int, updates: int, at_rest: bool, python: Path) -> R
                 result.ours.extend(ours)
                 result.ratios.append(median(theirs) / median(update["step"] for update in ours))
                 console.print(f"{name}, round {round_ + 1} of {rounds}: {result.ratios[-1]:.2f}")
-        finally:
-            quartet.down()
     return result
 
 
