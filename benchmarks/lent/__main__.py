@@ -26,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doing = commands.add_parser("run", help="go through the plan, or go on with it", epilog=f"Stages: {names}.")
     doing.add_argument("--seconds", type=float, default=570.0, help="time of this command (570)")
+    doing.add_argument("--spent", type=float, default=0.0, help="seconds of these that are over, as run.sh says (0)")
     doing.add_argument("--folder", type=Path, default=Path("runs/lent"), help="figures and logs (runs/lent)")
     doing.add_argument("--copy", type=Path, help="folder that gets figures and logs too, as they come")
     doing.add_argument("--device", default="auto", help="cuda, cpu (smallest sizes) or auto, what is there")
@@ -56,6 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     return run(
         Command(
             seconds=options.seconds,
+            spent=options.spent,
             folder=options.folder,
             copy=options.copy,
             device=options.device,

@@ -50,6 +50,8 @@ class Command:
     """For all its stages."""
     folder: Path
     """Folder of the figures and logs, the same from command to command."""
+    spent: float = 0.0
+    """Seconds of these that were over before it began, as the installation takes some."""
     copy: Path | None = None
     """Folder that gets figures and logs too."""
     device: str = "auto"
@@ -72,7 +74,7 @@ def run(command: Command, stages: Sequence[Stage] = STAGES) -> int:
         ValueError: an option names a stage that the plan does not have, or another device, or leaves no time.
         RuntimeError: another command uses the folder.
     """
-    began = time.monotonic()
+    until = time.monotonic() + command.seconds - command.spent
     if not LEAST_S < command.seconds < math.inf:
         raise ValueError(f"--seconds {command.seconds:g}: should be more than {LEAST_S:g}, which are left at the end")
     if command.device not in ("auto", "cuda", "cpu"):
@@ -83,10 +85,10 @@ def run(command: Command, stages: Sequence[Stage] = STAGES) -> int:
             raise ValueError(f"{name!r} is not a stage; these are: {'; '.join(by_name)}")
     signal.signal(signal.SIGTERM, _leave)
     with _alone(command.folder):
-        return _go_through(command, stages, by_name, began)
+        return _go_through(command, stages, by_name, until)
 
 
-def _go_through(command: Command, stages: Sequence[Stage], by_name: Mapping[str, Stage], began: float) -> int:
+def _go_through(command: Command, stages: Sequence[Stage], by_name: Mapping[str, Stage], until: float) -> int:
     folders = [command.folder, *([command.copy] if command.copy else [])]
     ledger = Ledger([folder / NAME for folder in folders])
     for mark in ledger.marks():  # of a command that was killed
@@ -100,7 +102,7 @@ def _go_through(command: Command, stages: Sequence[Stage], by_name: Mapping[str,
         ledger.add("again", stage=name)
     wanted = [by_name[name] for name in command.only] if command.only else list(stages)
     gib = memory_gib(gpu) if device == "cuda" else math.inf
-    runner = Runner(ledger, command, device, gib, began + command.seconds)
+    runner = Runner(ledger, command, device, gib, until)
     tries = {stage.name: ledger.tries(stage.name) for stage in wanted}
     # Those that were cut off come last: they may well hang again.
     outcomes = [runner.attempt(stage) for stage in sorted(wanted, key=lambda its: tries[its.name][0] > 0)]

@@ -3,6 +3,7 @@
 # QUARTET_LENT: where everything is kept (/tmp/quartet-lent). QUARTET_TARGET: a folder for the packages, instead of
 # Python's own environment. QUARTET_SHM: size of /dev/shm, if the machine's is too small. PYTHON: the interpreter.
 set -eu
+began=$(date +%s)
 part=$(cd "$(dirname "$0")" && pwd)
 store=${QUARTET_LENT:-/tmp/quartet-lent} python=${PYTHON:-python3}
 "$python" "$part/install.py" "$part" --store "$store" ${QUARTET_TARGET:+--target "$QUARTET_TARGET"}
@@ -19,4 +20,4 @@ fi
 PYTHONPATH=$store/project${QUARTET_TARGET:+:$QUARTET_TARGET}${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
 cd "$store/project"
-exec "$python" -m benchmarks.lent run --folder "$store/run" "$@"
+exec "$python" -m benchmarks.lent run --folder "$store/run" --spent $(($(date +%s) - began)) "$@"

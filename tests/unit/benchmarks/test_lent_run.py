@@ -90,6 +90,27 @@ def test_the_end_of_a_commands_time_cuts_a_stage_off(folder: Path, monkeypatch: 
     assert outcomes(folder) == [("hang", "cut off")]
 
 
+def test_what_was_over_before_counts_as_the_commands_time(folder: Path) -> None:
+    assert run(Command(600, folder, spent=400), [stage("good")]) == 0
+    assert run(Command(6, folder / "other", spent=15), [stage("good")]) == 0
+    (begun,) = records(folder, "begun")
+    assert 190 <= begun["limit_s"] <= 195
+    assert [one["why"] for one in records(folder / "other", "skipped")] == ["it takes 5 s, and 0 s are left"]
+
+
+def test_the_installation_of_a_part_counts_too(tmp_path: Path) -> None:
+    (tmp_path / "store" / "project").mkdir(parents=True)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase $1 in *install.py) sleep 2;; *) echo "$@";; esac\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "QUARTET_LENT": str(tmp_path / "store")}
+    command = ["sh", str(ROOT / "benchmarks" / "lent" / "run.sh"), "--seconds", "590"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    *_, option, spent, seconds, given = done.stdout.split()
+    assert (option, seconds, given) == ("--spent", "--seconds", "590")
+    assert 1 <= int(spent) <= 30
+
+
 def test_a_stage_that_was_cut_off_comes_last_and_is_tried_once_more(folder: Path) -> None:
     ledger, stages = Ledger([folder / NAME]), [stage("bad"), stage("good")]
     ledger.add("begun", stage="bad", mark="of a command that was killed")
