@@ -76,16 +76,21 @@ def _cells(figure: dict[str, Any], goals: Iterable[Goal]) -> list[str]:
 
 
 def _against_trl(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Samples per second over TRL's, for each size of which both are known."""
+    """Samples per second over TRL's, for each way of each size of which both are known."""
     lines = []
     for size in ("0.5B", "1.5B"):
         ours = _rates(records, f"step {size}", f"{size} Quartet")
-        theirs = _rates(records, f"TRL's step {size}", f"{size} TRL")
-        if ours and theirs:
-            lines.append(f"{size}: Quartet over TRL, samples/s: {ours[-1] / theirs[-1]:.2f} (at least 2 is expected)")
+        theirs = list(_rates(records, f"TRL's step {size}", f"{size} TRL").values())
+        for way, rate in ours.items() if theirs else ():
+            lines.append(f"{way} over TRL, samples/s: {rate / theirs[-1]:.2f} (at least 2 is expected)")
     return lines
 
 
-def _rates(records: Sequence[dict[str, Any]], stage: str, what: str) -> list[float]:
-    own = [one for one in records if one["kind"] == "figure" and one["stage"] == stage and "samples_s" in one]
-    return [one["samples_s"] for one in own if one["what"].startswith(what)]
+def _rates(records: Sequence[dict[str, Any]], stage: str, what: str) -> dict[str, float]:
+    """The last rate of each row whose name begins so, in the order in which they came last."""
+    rates: dict[str, float] = {}
+    for one in records:
+        if one["kind"] == "figure" and one["stage"] == stage and "samples_s" in one and one["what"].startswith(what):
+            rates.pop(one["what"], None)
+            rates[one["what"]] = one["samples_s"]
+    return rates

@@ -204,6 +204,21 @@ def test_the_report_puts_figures_beside_those_expected(tmp_path: Path) -> None:
     assert told.startswith("cuda: a GPU\n\n")
 
 
+def test_each_way_of_a_step_is_compared_with_trls_last_figure(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    Ledger([path]).add("run", device="cuda", machine="a GPU", seconds=60)
+    for name, what, rate in (
+        ("step 1.5B", "1.5B Quartet", 30.0),
+        ("step 1.5B", "1.5B Quartet, ahead", 24.0),
+        ("TRL's step 1.5B", "1.5B TRL, so far", 20.0),
+        ("TRL's step 1.5B", "1.5B TRL", 12.0),
+    ):
+        append(path, {"kind": "figure", "stage": name, "what": what, "samples_s": rate})
+    told = report(path, [])
+    assert "1.5B Quartet over TRL, samples/s: 2.50 " in told
+    assert "1.5B Quartet, ahead over TRL, samples/s: 2.00 " in told
+
+
 def test_the_plan_is_in_order_and_fits_the_benchmarks() -> None:
     names = [stage.name for stage in STAGES]
     assert len(set(names)) == len(names)
