@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,13 +30,46 @@ def ended(
     try:
         printed, errors = process.communicate(timeout=timeout_s)
     except BaseException as error:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_session(process.pid)
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise RuntimeError(f"{' '.join(command[:3])} was not done after {timeout_s:g} s, and was killed") from None
     return subprocess.CompletedProcess(command, process.returncode, printed, errors)
+
+
+def lines(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Generator[str]:
+    """Yields the lines that a command prints, as they come. It is killed with all processes of its session where the
+    caller leaves it.
+
+    Raises:
+        RuntimeError: it failed, with the last line of its errors and those before it, or was not done in time and
+            was killed.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        late = threading.Timer(timeout_s, _kill_session, [process.pid])
+        late.start()
+        try:
+            assert process.stdout is not None
+            yield from process.stdout
+            status = process.wait()
+        finally:
+            late.cancel()
+            _kill_session(process.pid)
+            process.wait()
+        if status:
+            errors.seek(0)
+            told = errors.read()[-4000:].strip()
+            last = told.rpartition("\n")[2]
+            raise RuntimeError(f"ended with {status}: {last}\n{told}")
+
+
+def _kill_session(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def logged(

@@ -35,12 +35,13 @@ import torch
 import typer
 import yaml
 
+from benchmarks.ended import lines
 from benchmarks.figures import keep_file
 from benchmarks.gpu.models import LETTERS, make, shape
 from benchmarks.gpu.results import Cell, Results
 from benchmarks.gpu.watch import Watch, busy
 from benchmarks.tails import tails
-from benchmarks.vs_trl.sides import PEER, STAGES, Quartet, run
+from benchmarks.vs_trl.sides import LONGEST_S, PEER, STAGES, Quartet
 from orchestrator.tracing.activity import LOOP
 from orchestrator.tracing.file import read_tail
 from quartet.models.size import ModelSize
@@ -80,7 +81,8 @@ def main(
             if only != "quartet":
                 tries = sizes_that_fit(size, batch, prompt + new, new, memory_gib())
                 settings = peer_settings(folder, tries, new, updates, device)
-                results.attempt(f"{size} TRL", partial(theirs, peer, settings))
+                name = f"{size} TRL"
+                results.attempt(name, partial(theirs, results, name, peer, settings))
     results.show()
 
 
@@ -191,17 +193,28 @@ def ours(quartet: Quartet, raw: dict[str, Any], updates: int, trace: str) -> dic
     return {"samples_s": samples_s, "step_s": step_s} | stages | compute | watch.memory()
 
 
-def theirs(python: str, settings: dict[str, Any]) -> dict[str, Cell]:
-    """Samples/s of TRL with its largest batch, how busy the GPU was, and what it had to hold."""
+def theirs(results: Results, name: str, python: str, settings: dict[str, Any]) -> dict[str, Cell]:
+    """Samples/s of TRL with its largest batch, how busy the GPU was, and what it had to hold. Keeps what is known
+    before the last update in a row of its own, as the time may be over by then."""
     environment = dict(os.environ)
     if Path(python).absolute() != Path(sys.executable).absolute():
         environment.pop("PYTHONPATH", None)  # libraries of another environment
+    done: list[dict[str, float]] = []
     with Watch() as watch:
-        printed = run([python, str(PEER), json.dumps(settings)], environment)
-    lines = [json.loads(line) for line in printed.splitlines() if line.startswith('{"seconds"')]
-    batch = lines[-1]["batch"]  # those before it did not fit
-    done = [update for update in lines if update["batch"] == batch]
-    step_s = median(update["seconds"] for update in done[1:])
+        for line in lines([python, str(PEER), json.dumps(settings)], environment, LONGEST_S):
+            if not line.startswith('{"seconds"'):
+                continue
+            update = json.loads(line)
+            # A larger batch did not fit after all.
+            done = [*(one for one in done if one["batch"] == update["batch"]), update]
+            if 1 < len(done) < settings["updates"]:
+                results.add(f"{name}, so far", **_rates(done, watch))
+    return _rates(done, watch)
+
+
+def _rates(done: Sequence[dict[str, float]], watch: Watch) -> dict[str, Cell]:
+    """Figures of TRL's updates so far, without the first."""
+    batch, step_s = int(done[0]["batch"]), median(update["seconds"] for update in done[1:])
     compute = busy(watch.looks, done[0]["ended"], done[-1]["ended"])
     return {"samples_s": batch / step_s, "step_s": step_s, "batch": batch} | compute | watch.memory()
 

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from benchmarks.ended import MARK, SIDE, end_marked, ended, marked, stopped
+from benchmarks.ended import MARK, SIDE, end_marked, ended, lines, marked, stopped
 from benchmarks.vs_trl.sides import python_path
 
 CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -25,6 +25,22 @@ def test_a_command_that_hangs_is_killed_with_its_children() -> None:
 def test_one_that_ends_gives_its_output_and_status() -> None:
     done = ended([sys.executable, "-c", "print(1); raise SystemExit(3)"], os.environ, None, 60)
     assert (done.stdout, done.returncode) == ("1\n", 3)
+
+
+def test_lines_come_before_the_command_has_ended_which_goes_when_they_are_left() -> None:
+    program = f"{CHILD}; print(p.pid, flush=True); time.sleep(60)"
+    coming = lines([sys.executable, "-c", program], os.environ, 60)
+    child = psutil.Process(int(next(coming)))
+    coming.close()
+    assert child.wait(30) is None or not child.is_running()
+
+
+@pytest.mark.parametrize(("program", "seconds"), [("raise SystemExit('the reason')", 60), ("time.sleep(60)", 1)])
+def test_lines_of_a_command_that_fails_or_hangs_end_in_an_error(program: str, seconds: float) -> None:
+    coming = lines([sys.executable, "-c", f"import time; print(1, flush=True); {program}"], os.environ, seconds)
+    assert next(coming) == "1\n"
+    with pytest.raises(RuntimeError, match="the reason" if seconds > 1 else "ended with -9"):
+        next(coming)
 
 
 def test_a_side_stands_still_while_the_other_has_its_turn() -> None:

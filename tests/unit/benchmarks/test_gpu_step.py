@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks.gpu.models import shape
+from benchmarks.gpu.results import Results
 from benchmarks.gpu.step import (
     LOCK_STEP,
     SAMPLED,
@@ -18,6 +20,7 @@ from benchmarks.gpu.step import (
     peer_settings,
     set_way,
     sizes_that_fit,
+    theirs,
     trl_gib,
 )
 from benchmarks.lent.stages import CARD_GIB, MORE_GIB, STAGES
@@ -90,6 +93,27 @@ def test_a_training_pass_of_the_peer_needs_what_a_plain_loop_took() -> None:
     rest = 20 * 1_543_714_304 + 4 * 64 * 256 * 151_936
     both = trl_gib("1.5B", 64, 8, tokens // 8, 256) * 2**30 - rest - logits
     assert both / 2 / 2**30 == pytest.approx(44, rel=0.05)
+
+
+def test_what_the_peer_measured_is_kept_before_its_last_update(tmp_path: Path) -> None:
+    """One whose first batch does not fit after an update, and that fails before its last one."""
+    python = tmp_path / "python"
+    updates = [
+        {"seconds": float(s), "ended": float(s), "batch": batch} for s, batch in ((9, 8), (5, 4), (2, 4), (4, 4))
+    ]
+    lines = "".join(f"echo '{json.dumps(update)}'\n" for update in updates)
+    python.write_text(f"#!/bin/sh\necho loading\n{lines}echo 'no memory' >&2; exit 1\n")
+    python.chmod(0o755)
+    results = Results("step", tmp_path)
+    settings = peer_settings(tmp_path, [], 4, 4, "cpu")
+    results.attempt("TRL", partial(theirs, results, "TRL", str(python), settings))
+    rows = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()[1:]]
+    assert [(row["what"], row.get("samples_s"), row.get("batch")) for row in rows] == [
+        ("TRL, so far", 2.0, 4),
+        ("TRL, so far", 4 / 3, 4),
+        ("TRL", None, None),
+    ]
+    assert "no memory" in rows[-1]["error"]
 
 
 def test_the_peer_goes_on_to_a_smaller_batch_where_memory_does_not_suffice(tmp_path: Path) -> None:
