@@ -1,5 +1,5 @@
-"""The device's digest as one Triton kernel, which reads each byte once. Tested in Triton's interpreter, on a CPU; not
-run on a GPU."""
+"""The device's digest as one Triton kernel, which reads each byte once. Tests run it in Triton's interpreter, on a
+CPU; on a GPU pushes by cuda-ipc have run it."""
 
 import torch
 import triton
