@@ -69,7 +69,7 @@ class Prover:
     def begin(self, push: int, members: Collection[str]) -> None:
         """Makes the learner score, in the background, if a proof of these members is due; once for all attempts of
         push number `push`."""
-        if self._is_due(members) and (self._learner_logprobs is None or self._scored != push):
+        if self._is_due(members) and self._scored != push:
             self._learner_logprobs, self._scored = asyncio.ensure_future(self._learner.score(self._sequences)), push
 
     async def scored(self) -> None:
@@ -92,11 +92,10 @@ class Prover:
             PushDisproved: a member computes with other weights; the message says by how much its log-probs differ.
                 Or the last PUSHES_WITHOUT_PROOF pushes had no proof.
         """
-        if not self._is_due(members) or self._learner_logprobs is None or self._scored != push:
+        if self._learner_logprobs is None or self._scored != push:
             self._unproved += 1
             return None
         scoring, self._learner_logprobs = self._learner_logprobs, None
-        self._proved = set()
         # At the same time, since each side's pass reads all weights of the model, as a push does.
         answers, logprobs = await both(ask(self._asked), scoring)
         probe = Probe(self._sequences, logprobs, self._tolerance.now)

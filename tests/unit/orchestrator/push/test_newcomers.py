@@ -108,6 +108,8 @@ async def test_only_a_replica_that_ray_calls_dead_has_died() -> None:
         name: Applicant(1, Place("m"), actor) for name, actor in [("a", frozen), ("b", unreached), ("c", dying)]
     }
     assert await first_death(applicants) == "c"
+    # Three looks at c, at none of which the frozen one is waited for longer than a look takes.
+    assert asyncio.get_running_loop().time() == 3 * (0.5 + 0.5)
     del applicants["c"]
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(3600):

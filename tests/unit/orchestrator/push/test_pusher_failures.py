@@ -10,6 +10,7 @@ from orchestrator.push.pusher import PushFailed, WeightPusher
 from quartet.weight_transfer.place import Place
 from quartet.wire.errors import Internal, ServiceError, Unavailable
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
+from tests.unit.waiting import settled, until
 
 
 @pytest.fixture
@@ -206,6 +207,26 @@ async def test_weights_that_cannot_be_gathered_are_the_reason_and_no_attempt_is_
         await make_pusher(fleet).push(1)
     assert source.calls.count("send") == 1
     assert fleet.versions == {"a": 0}
+
+
+async def test_a_push_that_fails_meanwhile_is_tried_again_and_its_error_waits_for_the_gathering(
+    source: FakeSource,
+) -> None:
+    """All ranks take part in it: one that is given up would leave the others waiting."""
+    fleet, copied = Fleet(source, a=1), asyncio.Event()
+
+    async def gather(push: int) -> None:
+        await copied.wait()
+
+    source.gather = gather  # type: ignore[method-assign]
+    source.failures = [Internal("bucket 0 was not gathered")] * 2
+    pushing = asyncio.create_task(make_pusher(fleet, attempts=2).push(1))
+    await until(lambda: fleet.phases.count("abort") == 2)
+    await settled()
+    assert not pushing.done()
+    copied.set()
+    with pytest.raises(PushFailed, match=r"^version 1 after 2 attempts: bucket 0 was not gathered$"):
+        await pushing
 
 
 async def test_a_replica_that_stands_still_is_waited_for_once(source: FakeSource) -> None:

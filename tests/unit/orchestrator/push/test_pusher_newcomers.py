@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
+from orchestrator.push.prover import Prover, PushDisproved
 from orchestrator.push.pusher import PushFailed
+from orchestrator.push.tolerance import Tolerance
 from protos import rollout_pb2 as pb
 from quartet.weight_transfer.place import Place
 from quartet.weight_transfer.registry import Applicant, Ticket
-from quartet.wire.errors import Internal, Unavailable
+from quartet.wire.errors import Internal, LeaseLost, Unavailable
 from tests.newcomers import nobody_looks
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.member_phases import MANIFEST
@@ -198,6 +201,35 @@ async def test_newcomers_of_which_one_has_died_are_given_up_and_the_next_push_be
     assert (await pushing).attempts == 1
 
 
+async def test_a_run_that_ends_while_newcomers_join_leaves_neither_the_sending_nor_the_watch_behind() -> None:
+    source, watching = Waiting(), asyncio.Event()
+    pusher = make_pusher(Fleet(source, a=1))
+    await pusher.push(1)
+    left: list[str] = []
+
+    async def send(membership: int, world_size: int) -> None:
+        try:
+            await source.given_up.wait()
+        finally:
+            left.append("sending")
+
+    async def first_death(applicants: Mapping[str, Applicant]) -> str:
+        watching.set()
+        try:
+            return await asyncio.Future()
+        finally:
+            left.append("watch")
+
+    source.add_newcomers = send  # type: ignore[method-assign]
+    adding = asyncio.create_task(pusher.add_newcomers({"new": Applicant(1, HERE)}, Lobby(), first_death))
+    await watching.wait()
+    adding.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+    assert sorted(left) == ["sending", "watch"]
+
+
 @in_virtual_time
 async def test_newcomers_whom_serve_names_after_the_last_push_get_its_version_at_the_end(source: FakeSource) -> None:
     fleet = Fleet(source, a=1)
@@ -229,6 +261,27 @@ async def test_the_end_waits_only_for_newcomers_that_are_behind_and_for_those_no
     assert loop.time() - began == pytest.approx(10, abs=1)
     assert fleet.versions == {"a": 2}
     assert [line for line in logged if "(new)" in line]
+
+
+async def test_a_finished_run_hears_that_it_has_lost_its_replicas_or_that_one_computes_with_other_weights(
+    source: FakeSource,
+) -> None:
+    fleet = Fleet(source, a=1)
+    prover = Prover(source, [np.asarray([1, 2, 3], np.int32)], Tolerance(0.01, 0.01), every=5)
+    pusher = make_pusher(fleet, prover=prover)
+    await pusher.push(1)
+    pusher.joined(["new"])
+    fleet.add(new=1)
+    fleet.engines["new"].off_by = 0.25
+    with pytest.raises(PushDisproved, match=r"^version 1: new computes with other weights"):
+        await pusher.complete()
+
+    async def fenced(*_: object, **__: object) -> list[pb.WeightReport]:
+        raise LeaseLost("lease: another run holds the replicas")
+
+    fleet.update_weights = fenced  # type: ignore[method-assign]
+    with pytest.raises(LeaseLost):
+        await pusher.complete()
 
 
 @in_virtual_time

@@ -27,6 +27,7 @@ from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.fake_ranks import part
 from tests.unit.fakes import make_config
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
+from tests.unit.waiting import settled, until
 
 Weights = dict[str, torch.Tensor]
 ROWS = [np.full(len(row), -1.0, np.float32) for row in RESPONSES]
@@ -117,10 +118,19 @@ async def test_the_learner_scores_before_it_trains_and_later_members_are_proved_
     fleet = Fleet(source, a=1)
     prover = Prover(source, [np.asarray([1, 2, 3], np.int32)], Tolerance(0.01, 0.01), every=5)
     pusher = make_pusher(fleet, prover=prover)
-    staged = await pusher.stage(1)
-    assert prover._learner_logprobs is not None
-    assert prover._learner_logprobs.done()
-    await pusher.deliver(staged)
+    scored, score = asyncio.Event(), source.score
+
+    async def late(sequences: Any) -> Any:
+        await scored.wait()
+        return await score(sequences)
+
+    source.score = late  # type: ignore[method-assign]
+    staging = asyncio.create_task(pusher.stage(1))
+    await until(lambda: "gather" in source.calls)
+    await settled()
+    assert not staging.done()
+    scored.set()
+    await pusher.deliver(await staging)
     await pusher.deliver(await pusher.stage(2))
     assert fleet.engines["a"].calls.count("score") == 2
     staged = await pusher.stage(3)  # with the members of the last proof: none is due
