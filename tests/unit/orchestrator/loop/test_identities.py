@@ -25,11 +25,14 @@ def scorer(name: str, digest: str, **fields: Any) -> reward_pb2.ScorerIdentity:
 
 
 def infos(
-    reward: reward_pb2.ScorerIdentity | None = None, reference: str = "policy", with_critic: bool = True
+    reward: reward_pb2.ScorerIdentity | None = None,
+    reference: str = "policy",
+    with_critic: bool = True,
+    scored: common_pb2.ModelInfo | None = None,
 ) -> Infos:
     return Infos(
         rollout_pb2.RolloutInfo(model=model("policy"), policy_version=6),
-        reward_pb2.ScorerInfo(model=model("policy"), identity=reward or scorer("judge", "abc")),
+        reward_pb2.ScorerInfo(model=scored or model("policy"), identity=reward or scorer("judge", "abc")),
         reference_pb2.ReferenceInfo(model=model(reference)),
         critic_pb2.CriticInfo(model=model("critic"), last_step=4) if with_critic else None,
     )
@@ -72,6 +75,13 @@ def test_every_change_is_told_and_a_new_path_of_the_same_model_is_none(kept: Tra
     places = [line.split(":")[0] for line in str(caught.value).splitlines()[:-1]]
     assert places == ["reference.model", "reward.scorer"]
     assert resume(kept, infos(scorer("moved/judge", "abc")))[1] == []
+    # Of the reward service only the tokenizer is, as its scorers have identities of their own.
+    assert resume(kept, infos(scored=model("another")))[1] == []
+    other = common_pb2.ModelInfo(name="policy", model_hash=model("policy").model_hash, tokenizer_hash="other")
+    with pytest.raises(
+        ConfigError, match=r"^reward.tokenizer: policy \(words0000000\) when .*, policy \(other\) now"
+    ):
+        resume(kept, infos(scored=other))
 
 
 def test_accepted_changes_are_told_and_are_what_the_next_checkpoint_holds(kept: TrainState) -> None:
