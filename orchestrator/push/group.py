@@ -65,7 +65,7 @@ class PushGroup:
         new one starts."""
         members = {report.replica: report.workers for report in sorted(answers, key=lambda r: r.replica)}
         together = all(report.membership == self.membership for report in answers)
-        if members != self.members or not together or not self.membership:
+        if members != self.members or not together:
             # Higher than every replica's number, since replicas may still be in a membership of an earlier run.
             self.membership = self._new_membership(*(report.membership for report in answers))
             self.members, self.formed = members, False

@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.pusher import PushFailed, WeightPusher
+from orchestrator.push.replicas import Misfit
 from quartet.weight_transfer.place import Place
 from quartet.wire.errors import Internal, ServiceError, Unavailable
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
@@ -207,6 +208,47 @@ async def test_weights_that_cannot_be_gathered_are_the_reason_and_no_attempt_is_
         await make_pusher(fleet).push(1)
     assert source.calls.count("send") == 1
     assert fleet.versions == {"a": 0}
+
+
+async def test_weights_that_do_not_fit_are_the_reason_and_nothing_is_sent(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.engines["b"].misfit = "the push lacks lm_head"
+    with pytest.raises(Misfit, match=r"to the rollout service: b: the push lacks lm_head; deploy the run's file"):
+        await make_pusher(fleet).push(1)
+    assert (fleet.phases, source.calls) == (["discover"], [])
+
+
+async def test_a_replica_that_does_not_roll_back_is_not_in_the_next_attempt(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    source.failures = [Internal("policy.send: broken pipe")]
+
+    async def abort() -> bool:
+        raise RuntimeError("the engine is gone")
+
+    fleet.engines["b"].abort = abort  # type: ignore[method-assign]
+    report = await make_pusher(fleet).push(5)
+    assert (report.attempts, report.replicas, fleet.versions) == (2, ("a",), {"a": 5, "b": 0})
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort", *GOOD[1:]]
+
+
+async def test_the_next_attempt_begins_when_the_learner_has_abandoned_the_last_or_could_not(
+    source: FakeSource, logged: list[str]
+) -> None:
+    fleet, abandoned = Fleet(source, a=1), asyncio.Event()
+
+    async def abandon(membership: int) -> None:
+        await abandoned.wait()
+        raise Internal("policy.abandon: rank 1 does not answer")
+
+    source.abandon = abandon  # type: ignore[method-assign]
+    source.failures = [Internal("policy.send: broken pipe")]
+    pushing = asyncio.create_task(make_pusher(fleet).push(5))
+    await until(lambda: "abort" in fleet.phases)
+    await settled()
+    assert fleet.phases[-1] == "abort"
+    abandoned.set()
+    assert (await pushing).attempts == 2
+    assert any("could not abandon membership 1: policy.abandon: rank 1 does not answer" in line for line in logged)
 
 
 async def test_a_push_that_fails_meanwhile_is_tried_again_and_its_error_waits_for_the_gathering(

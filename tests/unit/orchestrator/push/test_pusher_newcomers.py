@@ -65,6 +65,17 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
     assert (await pushing).replicas == ("newer",)
     assert fleet.versions == {"newer": 3}
 
+    # A push that waited once does not let in those that come while the next one is under way.
+    staged = await pusher.stage(4)
+    adding = asyncio.create_task(pusher.add_newcomers({"last": Applicant(1, HERE)}, lobby, nobody_looks))
+    await settled()
+    assert "last" not in lobby.told
+    await pusher.deliver(staged)
+    await adding
+    ticket = lobby.told["last"]
+    assert ticket is not None
+    assert pb.Commit.FromString(ticket.commit).policy_version == 4
+
 
 async def test_newcomers_before_the_first_push_begin_as_they_are(source: FakeSource) -> None:
     lobby = Lobby()

@@ -140,3 +140,17 @@ async def test_the_learner_scores_before_it_trains_and_later_members_are_proved_
     assert fleet.engines["b"].calls.count("score") == 0
     await pusher.deliver(await pusher.stage(4))
     assert [fleet.engines[name].calls.count("score") for name in ("a", "b")] == [3, 1]
+
+
+async def test_what_the_learner_scored_for_weights_that_were_staged_over_proves_no_others() -> None:
+    source = FakeSource()
+    fleet = Fleet(source, a=1)
+    prover = Prover(source, [np.asarray([1, 2, 3], np.int32)], Tolerance(0.01, 0.01), every=9)
+    pusher = make_pusher(fleet, prover=prover)
+    for version in (1, 2):
+        await pusher.deliver(await pusher.stage(version))
+    fleet.add(b=1)
+    await pusher.stage(3)  # the learner scores, as b has given no proof
+    fleet.remove("b")
+    report = await pusher.deliver(await pusher.stage(4))
+    assert (report.difference, fleet.engines["a"].calls.count("score")) == (None, 2)

@@ -42,6 +42,7 @@ def test_auto_takes_the_fewest_copies_to_everyone(sender: Place, replicas: list[
     ("asked", "senders", "replicas", "reason"),
     [
         ("nccl", [CPU], {"a": GPU_1}, "the learner is on a CPU"),
+        ("nccl", [GPU_0, CPU], {"a": GPU_1}, "the learner is on a CPU"),
         ("nccl", [GPU_0], {"a": GPU_1, "b": CPU}, "b is on a CPU"),
         ("nccl", [GPU_0], {"a": GPU_0}, "the learner and a share the GPU GPU-0, which NCCL refuses"),
         ("nccl", [GPU_0], {"a": GPU_1, "b": GPU_1}, "a and b share the GPU GPU-1, which NCCL refuses"),
@@ -113,6 +114,10 @@ async def test_a_newcomer_that_is_not_reached_waits_for_the_push_that_reaches_it
     assert told["far"] is None
     assert told["near"] is not None
     assert source.calls[-1] == ("add_newcomers", 2, 2)
+    calls = len(source.calls)
+    await pusher.add_newcomers({"farther": Applicant(1, OTHER_CPU)}, deliver, nobody_looks)
+    assert told["farther"] is None
+    assert len(source.calls) == calls  # the learner forms no group with nobody
 
 
 def test_a_machine_is_the_shared_memory_that_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,7 @@ def test_sequences_round_trip(seed: int) -> None:
         (sequences([1], [2, -1]), "prompts.lengths[1]: -1; every sequence needs at least 1 token(s)"),
         (sequences([4, 5, 10], [3]), "prompts.token_ids[2]: 10 is outside the vocabulary (0 to 9)"),
         (sequences([4, -1, 10], [3]), "prompts.token_ids[1]: -1 is outside the vocabulary (0 to 9)"),
+        (sequences([4, 9, -1], [3]), "prompts.token_ids[2]: -1 is outside the vocabulary (0 to 9)"),
         (
             common_pb2.Sequences(token_ids=bytes(6)),
             "prompts.token_ids: 6 bytes are not a whole number of 4-byte int32",
