@@ -1,7 +1,6 @@
 """Starts of `quartet train` that meet processes which were just killed or stand still: they wait, and say why."""
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -34,25 +33,6 @@ def frozen(quartet: Quartet) -> list[psutil.Process]:
     """One rollout replica, with its engine."""
     victim = next(iter(rollouts(quartet).values()))
     return [psutil.Process(engine_of(victim)), psutil.Process(victim)]
-
-
-@pytest.mark.exhaustive  # in `make test` it is killed as a run starts; what is waited for, and said, by units
-async def test_a_proxy_that_stands_still_and_then_dies_as_a_run_starts(quartet: Quartet, short: Run) -> None:
-    """A frozen proxy accepts connections and answers none, so that the start waits until Serve has another."""
-    proxy = named(quartet, "ray::ProxyActor")
-    proxy.suspend()
-    began = time.monotonic()
-    try:
-        process = short.start("--overwrite")
-        short.wait(lambda: WAITS in short.log.read_text() if short.log.exists() else False, process)
-    finally:
-        with suppress(psutil.NoSuchProcess):  # the run ends it too
-            proxy.kill()
-    assert process.wait(PATIENCE_S) == 0, short.log.read_text()
-    waits = [line for line in short.log.read_text().splitlines() if line.startswith(WAITS)]
-    print(f"\n{time.monotonic() - began:.0f} s; {waits}")
-    assert f"no answer at {quartet.target}" in waits[0]
-    assert short.steps() == [1, 2]
 
 
 async def test_the_proxy_the_controller_and_the_critic_are_killed_as_a_run_starts(

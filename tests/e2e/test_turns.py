@@ -14,7 +14,7 @@ from quartet.columns import Columns
 from tests.cluster import Quartet, rollouts
 from tests.commands import PATIENCE_S
 from tests.models import EOS, make_tokenizer
-from tests.runs import Run, assert_replayed, finish_held, journal
+from tests.runs import Run, finish_held, journal
 
 STEPS, BATCH, LEAST, MOST = 3, 16, 3, 12
 TOLD = make_tokenizer()(WRONG, add_special_tokens=False)["input_ids"]
@@ -94,11 +94,6 @@ def test_what_was_sampled_is_trained_on_and_what_the_environment_said_is_not(str
     for line, columns in zip(lines, steps, strict=True):
         assert line["response/length_mean"] == pytest.approx(float(columns.counts.mean()))
         assert line["samples/used"] == BATCH
-
-
-def test_the_journal_gives_the_same_weights(quartet: Quartet, straight: Run) -> None:
-    again = two_turns(quartet, "again-try", "examples.second_try:SecondTry")
-    assert_replayed(again, straight)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import common_pb2, reference_pb2
+from protos import reference_pb2
 from quartet.wire.codec import unpack_floats
 from quartet.wire.identity import model_hash
 from tests import plain
@@ -83,11 +83,3 @@ async def test_temperature_must_be_positive(quartet: Quartet, temperature: float
     code, details = await refused(ask(quartet, trajectories=ONE, temperature=temperature))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert f"temperature: {temperature:g}; must be more than 0" in details
-
-
-async def test_a_missing_application_is_not_found(quartet: Quartet) -> None:
-    request = common_pb2.InfoRequest()
-    call = quartet.call("/quartet.v1.Reference/Info", request, reference_pb2.ReferenceInfo, "referee")
-    code, details = await refused(call)
-    assert code is grpc.StatusCode.NOT_FOUND
-    assert "referee" in details

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from protos import rollout_pb2
-from protos.common_pb2 import Sequences
-from quartet.wire.codec import Ints, pack_ints, pack_longs, pack_sequences
+from quartet.wire.codec import Ints, pack_longs, pack_sequences
 from quartet.wire.errors import DeadlineExceeded, FailedPrecondition, OffTimeline
 from services.rollout.sample import FinishReason, Sample, Sampling
 from tests import plain
@@ -143,13 +142,6 @@ async def test_weights_that_are_too_old_serve_nothing(quartet: Quartet, base: An
         await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=version + 1, timeout_s=5)
 
 
-async def test_weights_that_are_too_new_serve_nothing_either(quartet: Quartet, base: Any) -> None:
-    version = (await push_model(quartet.services.rollout, base)).policy_version
-    assert len(await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version)) == len(PROMPTS)
-    with pytest.raises(FailedPrecondition, match=f"max_version: {version - 1} asked, but .* serves {version}"):
-        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version - 1, timeout_s=5)
-
-
 async def test_weights_of_an_abandoned_timeline_serve_nothing_however_new_they_are(quartet: Quartet) -> None:
     """The case after a return to a checkpoint, whose first push these replicas have not had yet."""
     rollout = quartet.services.rollout
@@ -166,34 +158,15 @@ async def test_weights_of_an_abandoned_timeline_serve_nothing_however_new_they_a
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompts": Sequences()}, "prompts: empty; send at least one"),
-        ({"prompts": pack_sequences([[5], []])}, "prompts.lengths[1]: 0; every sequence needs at least 1 token"),
-        ({"prompts": Sequences(token_ids=pack_ints([5]))}, "prompts.lengths: add up to 0, but"),
-        ({"prompts": Sequences(token_ids=b"12345")}, "prompts.token_ids: 5 bytes are not a whole number"),
         ({"prompts": pack_sequences([[5], [335]])}, "prompts.token_ids[1]: 335 is outside the vocabulary (0 to 334)"),
         ({"prompts": pack_sequences([[5], [5] * 125])}, "prompts[1]: 125 tokens + sampling.max_new_tokens 4 exceed"),
-        ({"sampling": {}}, "sampling.max_new_tokens: 0; must be at least 1"),
-        ({"sampling": {"max_new_tokens": -1}}, "sampling.max_new_tokens: -1; must be at least 1"),
-        ({"sampling": {"max_new_tokens": 2**31 - 1}}, "must be at most the model's max_length, 128"),
-        ({"sampling": {"temperature": -0.5}}, "sampling.temperature: -0.5; must be 0 (greedy) or 0.01 to 2"),
         ({"sampling": {"temperature": 3.0}}, "sampling.temperature: 3; must be 0 (greedy) or 0.01 to 2"),
-        ({"sampling": {"temperature": float("nan")}}, "sampling.temperature: nan; must be"),
-        ({"sampling": {"top_p": 0.0}}, "sampling.top_p: 0; must be above 0 and at most 1"),
-        ({"sampling": {"top_k": -1}}, "sampling.top_k: -1; must be 0 (off) or more"),
-        ({"sampling": {"min_new_tokens": 5}}, "sampling.min_new_tokens: 5; must be between 0 and max_new_tokens"),
-        ({"sampling": {"stop_token_ids": [335]}}, "sampling.stop_token_ids: 335 is outside the vocabulary"),
         ({"seeds": pack_longs([1, 2])}, "seeds: 2 for 1 prompts; send one each, or none"),
-        ({"seeds": b"123"}, "seeds: 3 bytes are not a whole number of 8-byte int64 values"),
-        ({"seeds": pack_longs([-1])}, "seeds[0]: -1; must be 0 or more"),
     ],
 )
 async def test_malformed_requests_are_refused_by_name(quartet: Quartet, change: Any, message: str) -> None:
-    sampling = change.get("sampling")
-    if sampling:
-        change = change | {"sampling": {"max_new_tokens": 4} | sampling}
-    request = rollout_pb2.GenerateRequest(
-        **{"prompts": pack_sequences([[5]]), "sampling": {"max_new_tokens": 4}} | change
-    )
+    change = change | {"sampling": {"max_new_tokens": 4} | change.get("sampling", {})}
+    request = rollout_pb2.GenerateRequest(**{"prompts": pack_sequences([[5]])} | change)
     code, details = await refused(ask(quartet, request))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert message in details
