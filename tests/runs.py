@@ -1,10 +1,13 @@
 """Runs of `quartet train` on the shared quartet that may be killed and begun again."""
 
 import asyncio
+import json
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -13,7 +16,7 @@ from safetensors.torch import load_file
 
 from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
-from quartet.columns import Columns
+from quartet.columns import Columns, Schema
 from tests.cluster import Quartet, eventually, whole
 from tests.commands import PATIENCE_S, Command
 from tests.environments import HELD, HOLD
@@ -38,6 +41,18 @@ class Run:
         self.config.write_text(yaml.safe_dump(raw))
         self.log = quartet.folder / f"{name}.log"
         self.processes: list[Command] = []
+
+    @contextmanager
+    def changing(self) -> Iterator[dict[str, Any]]:
+        """Context that gives the contents of its file, and writes what became of them."""
+        raw: dict[str, Any] = yaml.safe_load(self.config.read_text())
+        yield raw
+        self.config.write_text(yaml.safe_dump(raw))
+
+    def take_samples(self, other: "Run", *folders: str) -> None:
+        """Lets it begin as the other run did, with the same policy, critic and samples, or with these folders."""
+        for folder in folders or ("checkpoints/step-000000", "journal"):
+            shutil.copytree(other.folder / folder, self.folder / folder)
 
     def finish(self, *options: str) -> None:
         before = self.log.stat().st_size if self.log.exists() else 0
@@ -127,16 +142,26 @@ def assert_same(run: Run, straight: Run, but: tuple[str, ...] = ()) -> None:
     assert all((weights[name] == others[name]).all() for name in others)
 
 
-def journal(run: Run) -> list[Columns]:
+def written(run: Run) -> list[dict[str, Any]]:
+    """The contents of the journal's files, one for each step."""
+    return [msgpack.unpackb(path.read_bytes()) for path in sorted((run.folder / "journal").glob("step-*.msgpack"))]
+
+
+def journal(run: Run, schema: Schema = SCHEMA) -> list[Columns]:
     """The trajectories that each step was trained on."""
-    paths = sorted((run.folder / "journal").glob("step-*.msgpack"))
-    return [Columns.unpack(msgpack.unpackb(path.read_bytes())["columns"], SCHEMA) for path in paths]
+    return [Columns.unpack(each["columns"], schema) for each in written(run)]
+
+
+def write_rows(quartet: Quartet, name: str, rows: Iterable[Mapping[str, str]]) -> Path:
+    """Writes a file of prompts."""
+    path = quartet.folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def assert_replayed(again: Run, straight: Run) -> None:
     """The other run's first checkpoint and journal give the same weights, measurements and samples, bit for bit."""
-    for folder in ("checkpoints/step-000000", "journal"):
-        shutil.copytree(straight.folder / folder, again.folder / folder)
+    again.take_samples(straight)
     try:
         again.finish("--resume")
         assert_same(again, straight)

@@ -1,13 +1,11 @@
 """Runs whose conversations an agent has by OpenAI's protocol: the samples that the run itself would ask for, also
 where replicas, sessions, agents or the run are lost."""
 
-import json
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import yaml
 
 from examples.agent import WRONG
 from orchestrator.monitoring.metrics import read_metrics
@@ -15,7 +13,7 @@ from quartet.columns import Columns
 from quartet.wire.pairs import SCORE
 from tests.cluster import Quartet, named, rollouts
 from tests.models import EOS, make_tokenizer
-from tests.runs import Run, finish_held, journal
+from tests.runs import Run, finish_held, journal, write_rows
 
 REWRITING = {"kind": "tests.agents:rewriting", "max_tokens": 48, "sequences": 3}
 STEPS, BATCH, EACH, MOST = 3, 16, 4, 12
@@ -28,21 +26,19 @@ SAME = ("number", "group", "row", "truncated", "turn")
 
 def with_labels(quartet: Quartet, name: str, *, chat_template: bool = False, **section: Any) -> Run:
     run = Run(quartet, name, without=["critic"], **RLOO)
-    prompts = quartet.folder / "for-agents.jsonl"
     rows = [{"prompt": f"w{4 + row} w{5 + row}", "label": f"w{4 + row % 60}"} for row in range(40)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    raw = yaml.safe_load(run.config.read_text())
+    prompts = write_rows(quartet, "for-agents.jsonl", rows)
     data = {"path": str(prompts), "label_key": "label", "max_prompt_length": 16}
-    raw["orchestrator"] |= {
-        "steps": STEPS,
-        "data": data | ({"chat_template": True} if chat_template else {}),
-        "sampling": {"max_new_tokens": MOST},
-        "loop": {"max_staleness": 0},
-    }
-    # The folder whose template the rollout service renders messages with.
-    raw["orchestrator"]["policy"]["model"] = raw["applications"][0]["args"]["model"]
-    raw["orchestrator"] |= section
-    run.config.write_text(yaml.safe_dump(raw))
+    with run.changing() as raw:
+        raw["orchestrator"] |= {
+            "steps": STEPS,
+            "data": data | ({"chat_template": True} if chat_template else {}),
+            "sampling": {"max_new_tokens": MOST},
+            "loop": {"max_staleness": 0},
+        }
+        # The folder whose template the rollout service renders messages with.
+        raw["orchestrator"]["policy"]["model"] = raw["applications"][0]["args"]["model"]
+        raw["orchestrator"] |= section
     return run
 
 

@@ -1,13 +1,10 @@
 """Sampling ahead on the deployed services: it overlaps, no token breaks the bound, and every sample is used once."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 from orchestrator.monitoring.metrics import read_metrics
 from tests.cluster import Quartet
-from tests.commands import PATIENCE_S, Command
+from tests.runs import Run
 
 STEPS, BOUND = 6, 2
 
@@ -15,15 +12,11 @@ STEPS, BOUND = 6, 2
 @pytest.fixture(scope="module")
 def lines(quartet: Quartet) -> list[dict[str, float]]:
     """The metrics of a run of six steps with two batches ahead."""
-    raw = quartet.raw | {
-        "orchestrator": quartet.raw["orchestrator"]
-        | {"name": "ahead", "steps": STEPS, "loop": {"max_staleness": BOUND}, "evaluation": {"every": 3}}
-    }
-    file = Path(quartet.folder) / "ahead.yaml"
-    file.write_text(yaml.safe_dump(raw))
-    log = Path(quartet.folder) / "ahead.log"
-    assert Command(quartet.folder, log, "train", str(file)).wait(PATIENCE_S) == 0, log.read_text()
-    return [line for line in read_metrics(quartet.folder / "runs/ahead/metrics.jsonl") if line["step"] > 0]
+    run = Run(quartet, "ahead")
+    with run.changing() as raw:
+        raw["orchestrator"] |= {"steps": STEPS, "loop": {"max_staleness": BOUND}, "evaluation": {"every": 3}}
+    run.finish()
+    return [line for line in read_metrics(run.folder / "metrics.jsonl") if line["step"] > 0]
 
 
 def test_no_token_is_older_than_the_bound_and_most_are_older_than_lock_step(lines: list[dict[str, float]]) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import yaml
 
 from orchestrator.commands.run_folder import RUN_ID
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from quartet.wire.errors import LeaseLost
+from services.critic.client import CriticClient
+from services.rollout.client import RolloutClient
 from services.rollout.sample import Sampling
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, finished
@@ -24,9 +25,8 @@ LONG = 500
 
 def lasting(quartet: Quartet, name: str, steps: int, lease_s: float = 9) -> Run:
     run = Run(quartet, name)
-    raw = yaml.safe_load(run.config.read_text())
-    raw["orchestrator"] |= {"steps": steps, "timeouts": {"lease_s": lease_s}}
-    run.config.write_text(yaml.safe_dump(raw))
+    with run.changing() as raw:
+        raw["orchestrator"] |= {"steps": steps, "timeouts": {"lease_s": lease_s}}
     return run
 
 
@@ -62,15 +62,15 @@ async def test_of_two_runs_one_is_told_and_taking_over_ends_the_other(quartet: Q
     assert "Traceback" not in log
 
     # A late call of the first, as one that was held up in the network.
-    services, critic, last_step = quartet.services, quartet.critic, (await quartet.critic.info(30)).last_step
-    older = common_pb2.Lease(run_id=run_id(first), number=1)
-    critic.lease = services.rollout.lease = older
+    rollout, critic = RolloutClient(quartet.channel), CriticClient(quartet.channel)
+    critic.lease = rollout.lease = common_pb2.Lease(run_id=run_id(first), number=1)
+    last_step = (await critic.info(30)).last_step
     with pytest.raises(LeaseLost, match=f"run {run_id(first)} .* run {run_id(second)} .* nothing was changed"):
         await critic.restore_checkpoint("first/checkpoints/step-000000/critic", 60)
     with pytest.raises(LeaseLost, match=f"run {run_id(first)} .* run {run_id(second)} "):
-        await anext(services.rollout.generate(PROMPTS, Sampling(max_new_tokens=2), max_version=9, timeout_s=60))
+        await anext(rollout.generate(PROMPTS, Sampling(max_new_tokens=2), max_version=9, timeout_s=60))
     with pytest.raises(LeaseLost, match=f"run {run_id(second)} "):
-        await services.rollout.update_weights(10, commit=pb.Commit(membership=1, policy_version=1))
+        await rollout.update_weights(10, commit=pb.Commit(membership=1, policy_version=1))
     info = await critic.info(30)
     assert (info.last_step, info.held.left_s) == (last_step, 0)
 

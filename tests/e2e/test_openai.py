@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import numpy as np
-import yaml
 from openai import AsyncOpenAI
 
 from orchestrator.monitoring.metrics import read_metrics
@@ -47,9 +46,8 @@ async def _chat(client: AsyncOpenAI, stop: asyncio.Event, proofs: dict[int, floa
 
 async def test_versions_move_with_the_pushes_and_the_run_ends_as_it_would(quartet: Quartet) -> None:
     run = Run(quartet, "chatted")
-    raw = yaml.safe_load(run.config.read_text())
-    raw["orchestrator"]["steps"] = STEPS
-    run.config.write_text(yaml.safe_dump(raw))
+    with run.changing() as raw:
+        raw["orchestrator"]["steps"] = STEPS
     stop = asyncio.Event()
     proofs: dict[int, float] = {}
     try:

@@ -1,7 +1,5 @@
 """A run whose scorer gives a process reward: each part is kept at the token that earned it."""
 
-import yaml
-
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
 from tests.cluster import Quartet
@@ -28,12 +26,11 @@ def test_each_part_of_a_score_is_kept_where_it_was_earned(quartet: Quartet) -> N
     scorer = {"kind": "function", "function": "tests.scorers:odd_words", "process": True}
     with quartet.scoring("process", scorer=scorer) as application:
         run = Run(quartet, "process")
-        raw = yaml.safe_load(run.config.read_text())
-        raw["applications"].append(application)
-        raw["orchestrator"] |= {"steps": STEPS, "services": {"reward": {"application": "process"}}}
-        raw["orchestrator"]["sampling"] |= {"min_new_tokens": 2}
-        raw["orchestrator"]["algorithm"]["kl"] = {"coef": 0.0}
-        run.config.write_text(yaml.safe_dump(raw))
+        with run.changing() as raw:
+            raw["applications"].append(application)
+            raw["orchestrator"] |= {"steps": STEPS, "services": {"reward": {"application": "process"}}}
+            raw["orchestrator"]["sampling"] |= {"min_new_tokens": 2}
+            raw["orchestrator"]["algorithm"]["kl"] = {"coef": 0.0}
         run.finish()
     lines, kept = read_metrics(run.folder / "metrics.jsonl"), journal(run)
     assert len(lines) == len(kept) == STEPS

@@ -41,8 +41,8 @@ async def test_it_ends_the_run_by_name_and_goes_on_when_it_is_accepted(
     quartet: Quartet, redeploy: Callable[[dict[str, Any]], None]
 ) -> None:
     run = Run(quartet, "redeployed")
-    raw = yaml.safe_load(run.config.read_text())
-    run.config.write_text(yaml.safe_dump(raw | {"orchestrator": raw["orchestrator"] | {"steps": LONG}}))
+    with run.changing() as raw:
+        raw["orchestrator"]["steps"] = LONG
     process = run.start()
     try:
         run.wait(run.reached(2), process)
@@ -57,7 +57,8 @@ async def test_it_ends_the_run_by_name_and_goes_on_when_it_is_accepted(
     assert "Traceback" not in told
 
     steps = max(run.steps())
-    run.config.write_text(yaml.safe_dump(raw | {"orchestrator": raw["orchestrator"] | {"steps": steps + 1}}))
+    with run.changing() as raw:
+        raw["orchestrator"]["steps"] = steps + 1
     refused = await asyncio.to_thread(command, quartet.folder, "train", str(run.config), "--resume")
     assert refused.returncode == 1
     assert "or give --accept-changed-services" in " ".join(refused.stderr.split())

@@ -2,20 +2,15 @@
 was not, bit for bit."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
-import yaml
 
-from orchestrator.experience.experience import SCHEMA
 from orchestrator.loop.checkpoint_folder import latest
-from quartet.columns import Columns
 from tests.cluster import Quartet
-from tests.runs import EVERY, Run, assert_same
+from tests.runs import EVERY, Run, assert_same, journal, write_rows
 
 STEPS, BATCH, EACH, PROMPTS = 4, 16, 2, 400
 # One optimizer step a batch and no weights of the engine's rounding: what is trained follows from the tokens alone,
@@ -41,28 +36,25 @@ def scored(quartet: Quartet) -> Iterator[dict[str, Any]]:
 def resampling(quartet: Quartet, scored: dict[str, Any], name: str) -> Run:
     """A run of kind dapo whose prompts are all different, with the file that holds the scorer up as their label."""
     run = Run(quartet, name, without=["reward", "reference", "critic"])
-    prompts = quartet.folder / "different.jsonl"
     hold = str(quartet.folder / "hold-scores")
     texts = (f"w{4 + row % 40} w{4 + row // 40}" for row in range(PROMPTS))
-    prompts.write_text("".join(json.dumps({"prompt": text, "label": hold}) + "\n" for text in texts))
-    raw = yaml.safe_load(run.config.read_text())
-    raw["applications"].append(scored)
-    raw["orchestrator"] |= {
-        "steps": STEPS,
-        "batch_size": BATCH,
-        "services": {"reward": {"application": APPLICATION}},
-        "data": {"path": str(prompts), "label_key": "label", "max_prompt_length": 16},
-        "sampling": {"max_new_tokens": 12},
-        "algorithm": DAPO,
-    }
-    run.config.write_text(yaml.safe_dump(raw))
+    prompts = write_rows(quartet, "different.jsonl", ({"prompt": text, "label": hold} for text in texts))
+    with run.changing() as raw:
+        raw["applications"].append(scored)
+        raw["orchestrator"] |= {
+            "steps": STEPS,
+            "batch_size": BATCH,
+            "services": {"reward": {"application": APPLICATION}},
+            "data": {"path": str(prompts), "label_key": "label", "max_prompt_length": 16},
+            "sampling": {"max_new_tokens": 12},
+            "algorithm": DAPO,
+        }
     return run
 
 
 def last_prompt(run: Run, step: int) -> str:
     """The prompt of the group that was sampled last of those that the step trained on."""
-    raw = msgpack.unpackb((run.folder / "journal" / f"step-{step:06d}.msgpack").read_bytes())
-    columns = Columns.unpack(raw["columns"], SCHEMA)
+    columns = journal(run)[step - 1]
     row = int(columns["row"][columns["number"].argmax()])
     lines = Path(run.quartet.folder / "different.jsonl").read_text().splitlines()
     return str(json.loads(lines[row])["prompt"])
@@ -82,7 +74,7 @@ def test_a_run_killed_amid_resampling_ends_as_one_that_was_not(quartet: Quartet,
         # A step behind a checkpoint, so that the checkpoint has discarded groups behind it too.
         step = next(int(line["step"]) for line in lines if line["step"] > EVERY and line["samples/discarded"])
 
-        shutil.copytree(straight.folder / "checkpoints" / "step-000000", again.folder / "checkpoints" / "step-000000")
+        again.take_samples(straight, "checkpoints/step-000000")
         hold.write_text(last_prompt(straight, step))
         again.killed(held.exists, "--resume")
         assert again.steps() == list(range(1, step))

@@ -9,7 +9,6 @@ from functools import partial
 
 import psutil
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from orchestrator.loop.checkpoint_folder import latest
@@ -35,9 +34,7 @@ def straight(quartet: Quartet) -> Run:
 def again(quartet: Quartet, straight: Run) -> Iterator[Run]:
     """A run that begins as the other did, with the same policy, critic and samples."""
     run = Run(quartet, "again", critic_only_steps=CRITIC_ONLY)
-    (run.folder / "checkpoints").mkdir(parents=True)
-    shutil.copytree(straight.folder / "checkpoints" / "step-000000", run.folder / "checkpoints" / "step-000000")
-    shutil.copytree(straight.folder / "journal", run.folder / "journal")
+    run.take_samples(straight)
     yield run
     run.end()
     run.log.unlink(missing_ok=True)
@@ -161,9 +158,8 @@ async def test_a_process_of_serves_that_stands_still_is_replaced(
 @pytest.mark.exhaustive  # in `make test` it dies there
 async def test_a_learner_frozen_in_a_push_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:
     """The replicas' connections to it stay open, and a bucket may take a minute to come."""
-    raw = yaml.safe_load(again.config.read_text())
-    raw["orchestrator"]["weights"] = {"timeout_s": 60, "stall_s": 60, "attempts": 2}
-    again.config.write_text(yaml.safe_dump(raw))
+    with again.changing() as raw:
+        raw["orchestrator"]["weights"] = {"timeout_s": 60, "stall_s": 60, "attempts": 2}
     engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
     process = again.start("--resume")
     again.wait(again.reached(3), process)
@@ -185,18 +181,17 @@ async def test_what_cannot_be_resumed_is_said(quartet: Quartet, straight: Run, a
     code, told = finished(quartet.folder, "train", str(straight.config))
     assert code == 1
     assert "already holds checkpoints; choose another name, --resume them, or --overwrite" in told.replace("\n", " ")
-    raw = yaml.safe_load(again.config.read_text())
-    raw["orchestrator"]["policy"] |= {"zero_stage": 1}
-    again.config.write_text(yaml.safe_dump(raw))
+    with again.changing() as raw:
+        raw["orchestrator"]["policy"] |= {"zero_stage": 1}
     trained = (await quartet.critic.info(30)).last_step
     assert trained > 0
     code, told = finished(quartet.folder, "train", str(again.config), "--resume")
     assert code == 1
     message = "orchestrator.policy: a checkpoint of another layout: zero_stage: 0 in the checkpoint, 1 here"
     assert message in told.replace("\n", " ")
-    raw["orchestrator"]["policy"] |= {"zero_stage": 0}
-    raw["orchestrator"]["algorithm"] |= {"samples_per_prompt": 2}
-    again.config.write_text(yaml.safe_dump(raw))
+    with again.changing() as raw:
+        raw["orchestrator"]["policy"] |= {"zero_stage": 0}
+        raw["orchestrator"]["algorithm"] |= {"samples_per_prompt": 2}
     (again.folder / "config.yaml").write_text(straight.config.read_text())
     code, told = finished(quartet.folder, "train", str(again.config), "--resume")
     assert code == 1

@@ -1,5 +1,6 @@
 """Starts of `quartet train` that meet processes which were just killed or stand still: they wait, and say why."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,6 +11,7 @@ import yaml
 
 from orchestrator.deployment.cluster import STATE
 from orchestrator.deployment.listeners import free_ports
+from tests.chaos.victims import titled
 from tests.cluster import Quartet, engine_of, named, rollouts
 from tests.commands import PATIENCE_S, finished
 from tests.runs import Run
@@ -21,9 +23,8 @@ WAITS = "waiting up to "
 def short(quartet: Quartet) -> Iterator[Run]:
     """A run of two steps."""
     run = Run(quartet, "short")
-    raw = yaml.safe_load(run.config.read_text())
-    raw["orchestrator"] |= {"steps": 2}
-    run.config.write_text(yaml.safe_dump(raw))
+    with run.changing() as raw:
+        raw["orchestrator"] |= {"steps": 2}
     yield run
     run.end()
     run.log.unlink(missing_ok=True)
@@ -60,7 +61,7 @@ async def test_a_process_that_stands_still_as_a_run_starts(quartet: Quartet, sho
 async def test_losses_before_the_first_checkpoint_begin_the_run_again(quartet: Quartet, short: Run) -> None:
     """The critic dies when the run has already asked for it, and the learner starts."""
     process = short.start("--overwrite")
-    short.wait(lambda: any("ray::PolicyRank" in title for title in titles(quartet)), process)
+    short.wait(lambda: bool(titled(quartet, "ray::PolicyRank")), process)
     named(quartet, "ray::ServeReplica:critic").kill()
     assert process.wait(PATIENCE_S) == 0, short.log.read_text()
     assert short.steps() == [1, 2]
@@ -68,17 +69,15 @@ async def test_losses_before_the_first_checkpoint_begin_the_run_again(quartet: Q
 
 async def test_replicas_that_start_for_longer_than_a_push_waits_for_them(quartet: Quartet, short: Run) -> None:
     """The run goes back and asks the services what they are; the replicas wait for nothing that it would do later."""
-    raw = yaml.safe_load(short.config.read_text())
-    raw["orchestrator"].setdefault("weights", {})["patience_s"] = 0.5
-    short.config.write_text(yaml.safe_dump(raw))
+    with short.changing() as raw:
+        raw["orchestrator"].setdefault("weights", {})["patience_s"] = 0.5
     process = short.start("--overwrite")
-    short.wait(lambda: any("ray::PolicyRank" in title for title in titles(quartet)), process)
+    short.wait(lambda: bool(titled(quartet, "ray::PolicyRank")), process)
 
     def gave_up() -> bool:
-        for each in quartet.cluster.processes():
-            with suppress(psutil.Error):
-                if " ".join(each.cmdline()).startswith("ray::ServeReplica:rollout"):
-                    each.kill()
+        for pid in titled(quartet, "ray::ServeReplica:rollout"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return "interrupted (" in short.log.read_text()
 
     short.wait(gave_up, process)
@@ -89,7 +88,7 @@ async def test_replicas_that_start_for_longer_than_a_push_waits_for_them(quartet
 @pytest.mark.exhaustive  # in `make test` one dies there
 async def test_a_replica_that_stands_still_in_the_first_push(quartet: Quartet, short: Run) -> None:
     process = short.start("--overwrite")
-    short.wait(lambda: any("ray::PolicyRank" in title for title in titles(quartet)), process)
+    short.wait(lambda: bool(titled(quartet, "ray::PolicyRank")), process)
     still = frozen(quartet)
     for each in still:
         each.suspend()
@@ -100,17 +99,6 @@ async def test_a_replica_that_stands_still_in_the_first_push(quartet: Quartet, s
             if each.is_running():
                 each.send_signal(signal.SIGCONT)
     assert short.steps() == [1, 2]
-
-
-def titles(quartet: Quartet) -> list[str]:
-    """The command lines of the cluster's processes."""
-    found = []
-    for process in quartet.cluster.processes():
-        try:
-            found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_where_nothing_runs_a_start_ends_at_once(quartet: Quartet, short: Run) -> None:

@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-import yaml
 
 from orchestrator.monitoring.metrics import read_metrics
 from quartet.columns import Columns
@@ -42,16 +41,15 @@ def with_tools(quartet: Quartet, name: str) -> Run:
         config = policy / "tokenizer_config.json"
         own = {"response_template": {"start_anchor": "w5", "fields": {"tool_calls": CALLS}}}
         config.write_text(json.dumps(json.loads(config.read_text()) | own))
-    raw = yaml.safe_load(run.config.read_text())
-    raw["orchestrator"]["policy"]["model"] = str(policy)
-    raw["orchestrator"]["data"] |= {"chat_template": True, "max_prompt_length": 16}
-    raw["orchestrator"] |= {
-        "steps": STEPS,
-        "sampling": {"max_new_tokens": MOST, "min_new_tokens": LEAST, "stop_token_ids": STOPS},
-        "environment": {"kind": "tests.environments:Doubling", "max_turns": TURNS, "max_tokens": 48},
-        "loop": {"max_staleness": 0},
-    }
-    run.config.write_text(yaml.safe_dump(raw))
+    with run.changing() as raw:
+        raw["orchestrator"]["policy"]["model"] = str(policy)
+        raw["orchestrator"]["data"] |= {"chat_template": True, "max_prompt_length": 16}
+        raw["orchestrator"] |= {
+            "steps": STEPS,
+            "sampling": {"max_new_tokens": MOST, "min_new_tokens": LEAST, "stop_token_ids": STOPS},
+            "environment": {"kind": "tests.environments:Doubling", "max_turns": TURNS, "max_tokens": 48},
+            "loop": {"max_staleness": 0},
+        }
     return run
 
 

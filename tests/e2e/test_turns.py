@@ -1,12 +1,10 @@
 """Runs with an environment of two turns, one file of examples/: what is trained, and what survives faults."""
 
-import json
 import shutil
 from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from examples.second_try import WRONG
 from orchestrator.monitoring.metrics import read_metrics
@@ -14,7 +12,7 @@ from quartet.columns import Columns
 from tests.cluster import Quartet, rollouts
 from tests.commands import PATIENCE_S
 from tests.models import EOS, make_tokenizer
-from tests.runs import Run, finish_held, journal
+from tests.runs import Run, finish_held, journal, write_rows
 
 STEPS, BATCH, LEAST, MOST = 3, 16, 3, 12
 TOLD = make_tokenizer()(WRONG, add_special_tokens=False)["input_ids"]
@@ -26,23 +24,21 @@ TEMPLATE = f"{{% for m in messages %}}{{{{ m['content'] }}}} <eos> {{% endfor %}
 def two_turns(quartet: Quartet, name: str, environment: str, **loop: int) -> Run:
     """A run with few tokens a turn, whose prompts have labels that some first responses hold."""
     run = Run(quartet, name)
-    prompts = quartet.folder / "labelled.jsonl"
     rows = [{"prompt": f"w{4 + row} w{5 + row}", "label": f"w{4 + row % 60}"} for row in range(40)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    raw = yaml.safe_load(run.config.read_text())
+    prompts = write_rows(quartet, "labelled.jsonl", rows)
     policy = quartet.folder / "with-template"
     if not policy.exists():
         shutil.copytree(quartet.policy, policy)
         (policy / "chat_template.jinja").write_text(TEMPLATE)
-    raw["orchestrator"]["policy"]["model"] = str(policy)
-    raw["orchestrator"] |= {
-        "steps": STEPS,
-        "data": {"path": str(prompts), "label_key": "label", "max_prompt_length": 16},
-        "sampling": {"max_new_tokens": MOST, "min_new_tokens": LEAST},
-        "environment": {"kind": environment, "answer_s": 240},
-        "loop": {"max_staleness": 0} | loop,
-    }
-    run.config.write_text(yaml.safe_dump(raw))
+    with run.changing() as raw:
+        raw["orchestrator"]["policy"]["model"] = str(policy)
+        raw["orchestrator"] |= {
+            "steps": STEPS,
+            "data": {"path": str(prompts), "label_key": "label", "max_prompt_length": 16},
+            "sampling": {"max_new_tokens": MOST, "min_new_tokens": LEAST},
+            "environment": {"kind": environment, "answer_s": 240},
+            "loop": {"max_staleness": 0} | loop,
+        }
     return run
 
 

@@ -1,23 +1,18 @@
 """Runs through the real services that train on two named rewards, of one scorer of several and one file of examples/,
 and whose prompts have tasks."""
 
-import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
-import yaml
 
 from orchestrator.experience.experience import schema_of
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.monitoring.metrics import read_metrics
-from quartet.columns import Columns
 from tests.cluster import Quartet
 from tests.commands import finished
-from tests.runs import Run, assert_same
+from tests.runs import Run, assert_same, journal, write_rows
 
 STEPS, BATCH = 3, 16
 NAMES = ["right", "brief"]
@@ -36,23 +31,16 @@ def named(quartet: Quartet) -> Iterator[dict[str, Any]]:
 def run_of(quartet: Quartet, named: dict[str, Any], name: str, rewards: dict[str, Any]) -> Run:
     """A run that these rewards train, by a service beside that of other runs."""
     run = Run(quartet, name, rewards=rewards)
-    prompts = quartet.folder / "with-tasks.jsonl"
     rows = [{"prompt": f"w{4 + n} w{5 + n}", "label": f"w{4 + n}", "kind": ["even", "odd"][n % 2]} for n in range(40)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    raw = yaml.safe_load(run.config.read_text())
-    raw["applications"].append(named)
-    raw["orchestrator"] |= {
-        "steps": STEPS,
-        "services": {"reward": {"application": "named", "scorer": "rules"}},
-        "data": {
-            "path": str(prompts),
-            "label_key": "label",
-            "task_key": "kind",
-            "columns": ["kind"],
-            "max_prompt_length": 16,
-        },
-    }
-    run.config.write_text(yaml.safe_dump(raw))
+    prompts = write_rows(quartet, "with-tasks.jsonl", rows)
+    keys = {"label_key": "label", "task_key": "kind", "columns": ["kind"], "max_prompt_length": 16}
+    with run.changing() as raw:
+        raw["applications"].append(named)
+        raw["orchestrator"] |= {
+            "steps": STEPS,
+            "services": {"reward": {"application": "named", "scorer": "rules"}},
+            "data": {"path": str(prompts), **keys},
+        }
     return run
 
 
@@ -67,10 +55,8 @@ def straight(quartet: Quartet, named: dict[str, Any]) -> Run:
 def test_both_names_are_scored_weighed_measured_and_kept(straight: Run) -> None:
     lines = read_metrics(straight.folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
-    paths = sorted((straight.folder / "journal").glob("step-*.msgpack"))
-    kept = [Columns.unpack(msgpack.unpackb(path.read_bytes())["columns"], schema_of(NAMES)) for path in paths]
     seen: list[float] = []
-    for line, columns, weight in zip(lines, kept, (0.1, 0.3, 0.5), strict=True):
+    for line, columns, weight in zip(lines, journal(straight, schema_of(NAMES)), (0.1, 0.3, 0.5), strict=True):
         right, brief = columns["score/right"], columns["score/brief"]
         assert {*right.tolist()} <= {0.0, 1.0}
         assert (brief < 0).all()
@@ -100,8 +86,7 @@ def test_one_that_is_killed_ends_with_the_same_weights(
 ) -> None:
     """With the checkpoint of step 2, after which it goes on from there; from the same policy and samples."""
     again = run_of(quartet, named, "two-again", REWARDS)
-    for folder in ("checkpoints/step-000000", "journal"):
-        shutil.copytree(straight.folder / folder, again.folder / folder)
+    again.take_samples(straight)
     try:
         again.killed((again.folder / "checkpoints" / "step-000002").exists, "--resume")
         again.finish("--resume")

@@ -1,22 +1,17 @@
 """Runs through the real services whose scorer breaks on some prompts and gives NaN for others."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
-import yaml
 
-from orchestrator.experience.experience import SCHEMA
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.monitoring.metrics import read_metrics
-from quartet.columns import Columns
 from services.reward.client import RewardClient
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S
-from tests.runs import Run
+from tests.runs import Run, journal, write_rows, written
 
 STEPS, BATCH, PROMPTS = 3, 16, 40
 LABELS = dict.fromkeys(range(0, PROMPTS, 5), "breaks") | dict.fromkeys(range(1, PROMPTS, 7), "nan")
@@ -33,18 +28,16 @@ def spotty(quartet: Quartet) -> Iterator[dict[str, Any]]:
 def run_of(quartet: Quartet, application: dict[str, Any], name: str, **unscored: Any) -> Run:
     """A run whose prompts have these labels."""
     run = Run(quartet, name)
-    prompts = quartet.folder / "spotty.jsonl"
     rows = [{"prompt": f"w{4 + row} w{5 + row}", "label": LABELS.get(row, "")} for row in range(PROMPTS)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    raw = yaml.safe_load(run.config.read_text())
-    raw["applications"].append(application)
-    raw["orchestrator"] |= {
-        "steps": STEPS,
-        "services": {"reward": {"application": "spotty"}},
-        "data": {"path": str(prompts), "label_key": "label", "max_prompt_length": 16},
-        "unscored": unscored,
-    }
-    run.config.write_text(yaml.safe_dump(raw))
+    prompts = write_rows(quartet, "spotty.jsonl", rows)
+    with run.changing() as raw:
+        raw["applications"].append(application)
+        raw["orchestrator"] |= {
+            "steps": STEPS,
+            "services": {"reward": {"application": "spotty"}},
+            "data": {"path": str(prompts), "label_key": "label", "max_prompt_length": 16},
+            "unscored": unscored,
+        }
     return run
 
 
@@ -66,11 +59,8 @@ def test_a_run_drops_what_has_no_score_and_its_ledger_is_exact(quartet: Quartet,
     run.finish()
     lines = read_metrics(run.folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
-    paths = sorted((run.folder / "journal").glob("step-*.msgpack"))
-    raw = [msgpack.unpackb(path.read_bytes()) for path in paths]
-    kept = [Columns.unpack(each["columns"], SCHEMA) for each in raw]
     used, dropped = [], 0
-    for line, columns, each in zip(lines, kept, raw, strict=True):
+    for line, columns, each in zip(lines, journal(run), written(run), strict=True):
         assert not {*columns["row"].tolist()} & LABELS.keys()
         assert line["score/mean"] == pytest.approx(float(columns["score"].mean()))
         assert {row for _, row, _ in each["discarded"]} <= LABELS.keys()

@@ -4,16 +4,15 @@ import asyncio
 import statistics
 import time
 from contextlib import ExitStack
-from typing import Any
 
 import grpc
 import psutil
 import pytest
-import yaml
 
-from orchestrator.monitoring.metrics import FILE, read_metrics
 from quartet.security.credentials import connect
-from tests.cluster import Quartet, command, named
+from tests.cluster import Quartet, named
+from tests.commands import PATIENCE_S
+from tests.runs import Run
 from tests.unit.front_door import ask, outcome
 from tests.unit.resting import resting
 
@@ -38,19 +37,9 @@ def ports(quartet: Quartet, kind: str) -> list[int]:
 async def test_twenty_thousand_connections_to_a_port_end_no_run_and_keep_no_new_connection_out(
     quartet: Quartet, kind: str
 ) -> None:
-    name = f"crowded-{kind}"
-    changed = {"name": name, "steps": STEPS, "evaluation": {"every": 0}}
-    path = quartet.folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(quartet.raw | {"orchestrator": quartet.raw["orchestrator"] | changed}))
-    metrics = quartet.folder / "runs" / name / FILE
-
-    def steps() -> list[dict[str, Any]]:
-        return [line for line in (read_metrics(metrics) if metrics.exists() else []) if line["step"]]
-
-    running = asyncio.create_task(asyncio.to_thread(command, quartet.folder, "train", str(path)))
-    while len(steps()) < 2:
-        assert not running.done(), running.result().stderr
-        await asyncio.sleep(0.1)
+    run = Run(quartet, f"crowded-{kind}")
+    with run.changing() as raw:
+        raw["orchestrator"]["steps"] = STEPS
 
     async def connected_s() -> float:
         """Seconds until a new connection is answered."""
@@ -59,15 +48,18 @@ async def test_twenty_thousand_connections_to_a_port_end_no_run_and_keep_no_new_
             assert (await outcome(ask(channel, "Reference/Info")))[0] is grpc.StatusCode.OK
         return time.monotonic() - began
 
-    alone = statistics.median([await connected_s() for _ in range(5)])
     taken = list[float]()
-    for port in ports(quartet, kind):
-        with ExitStack() as stack:
-            await asyncio.to_thread(stack.enter_context, resting(f"127.0.0.1:{port}", STRANGERS, "http2"))
-            taken += [await connected_s() for _ in range(5)]
-    done = await running
-    assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in steps()] == list(range(1, STEPS + 1))
+    try:
+        process = run.start()
+        await asyncio.to_thread(run.wait, run.reached(2), process)
+        alone = statistics.median([await connected_s() for _ in range(5)])
+        for port in ports(quartet, kind):
+            with ExitStack() as stack:
+                await asyncio.to_thread(stack.enter_context, resting(f"127.0.0.1:{port}", STRANGERS, "http2"))
+                taken += [await connected_s() for _ in range(5)]
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0, run.log.read_text()
+    finally:
+        run.end()
+    assert run.steps() == list(range(1, STEPS + 1))
     print(f"\n{kind}: new connections answered after", " ".join(f"{seconds:.3f}" for seconds in sorted(taken)), "s")
-    print("seconds of each step:", " ".join(f"{line['seconds/step']:.1f}" for line in steps()))
     assert statistics.median(taken) < 1 + 10 * alone
