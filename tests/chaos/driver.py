@@ -34,6 +34,8 @@ MOST_ENDS = 3
 """Times that a run is resumed which ends by itself without a step in between."""
 MOST_S = 15.0
 """Seconds that a frozen replica may cost."""
+ASKED_AGAIN = ("reward", "reference")
+"""Services whose other replica answers what a frozen one does not."""
 MOMENT_S = {"push": 5.0, "checkpoint": 5.0, "return": 30.0}
 """Longest wait for each moment that a run comes to by itself."""
 LENGTH_S = {"start": 8.0, "resume": 8.0, "return": 5.0, "new": 4.0, "step": 1.0}
@@ -354,13 +356,17 @@ def replicas_of(quartet: Quartet, application: str) -> int:
 
 
 def over_bound(outcome: Outcome) -> list[str]:
-    """Frozen replicas that cost more than they may; also noted with the faults themselves."""
+    """Frozen replicas that cost more than they may, such as a return to a checkpoint where calls are made again; also
+    noted with the faults themselves."""
     wrong = []
-    for struck in outcome.struck:
-        if _is_bounded(struck.fault) and (cost := outcome.cost_s(struck)) > MOST_S:
-            problem = f"cost {cost:.1f} s, and may cost {MOST_S:g}"
-            struck.problems.append(problem)
-            wrong.append(f"{struck.fault}, {struck.moment}: {problem}")
+    for struck in filter(lambda each: _is_bounded(each.fault), outcome.struck):
+        told = []
+        if (cost := outcome.cost_s(struck)) > MOST_S:
+            told.append(f"cost {cost:.1f} s, and may cost {MOST_S:g}")
+        if struck.returns and struck.fault.kind in ASKED_AGAIN:
+            told.append(f"cost {struck.returns} returns to a checkpoint, and may cost none")
+        struck.problems += told
+        wrong += [f"{struck.fault}, {struck.moment}: {problem}" for problem in told]
     return wrong
 
 

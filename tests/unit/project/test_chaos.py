@@ -5,15 +5,20 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
+from orchestrator.loop.state import TrainState
+from protos import critic_pb2, rollout_pb2
 from services.rollout.sample import FinishReason, Sample
-from tests.chaos.plan import KINDS, LED, MOMENTS, faults
+from tests.chaos.driver import MOST_S, Outcome, Struck, over_bound
+from tests.chaos.plan import KINDS, LED, MOMENTS, Fault, faults
 from tests.chaos.run import BATCH
-from tests.chaos.verdict import wrong_samples, wrong_steps
+from tests.chaos.verdict import other_values, wrong_samples, wrong_services, wrong_steps
 from tests.unit.experiences import Experience, collected
 from tests.unit.fakes import make_prompts
 
@@ -112,3 +117,62 @@ def test_samples_that_are_too_old_or_not_there_are_named(folder: Path) -> None:
     assert wrong_samples(folder, STEPS, 1)[0] == f"step 1, sample 0: versions [{FIRST + 1}] for version {FIRST}"
     (folder / "journal" / "step-000003.msgpack").unlink()
     assert "step 3: not in the journal" in wrong_samples(folder, STEPS, 1)
+
+
+@pytest.mark.parametrize(
+    ("version", "trained", "said"),
+    [
+        (FIRST + STEPS, 3 + STEPS, []),
+        (FIRST + STEPS - 1, 3 + STEPS, [f"b: version {FIRST + STEPS - 1}, not {FIRST + STEPS}"]),
+        (FIRST + STEPS, 2 + STEPS, [f"critic: step {2 + STEPS}, not {3 + STEPS}"]),
+        (FIRST + STEPS, 4 + STEPS, [f"critic: step {4 + STEPS}, not {3 + STEPS}"]),
+    ],
+)
+async def test_services_without_the_last_step_are_named(
+    folder: Path, version: int, trained: int, said: list[str]
+) -> None:
+    """The critic had trained three steps for another run."""
+    (folder / "checkpoints/step-000002").mkdir(parents=True)
+    state = TrainState(step=2, first_version=FIRST, first_critic_step=3)
+    (folder / "checkpoints/step-000002/state.json").write_text(state.model_dump_json())
+
+    async def reports(timeout_s: float, **phase: Any) -> list[rollout_pb2.WeightReport]:
+        held = {"a": FIRST + STEPS, "b": version}
+        return [rollout_pb2.WeightReport(replica=name, ok=True, policy_version=its) for name, its in held.items()]
+
+    async def info(timeout_s: float) -> critic_pb2.CriticInfo:
+        return critic_pb2.CriticInfo(last_step=trained)
+
+    services = SimpleNamespace(rollout=SimpleNamespace(update_weights=reports))
+    run: Any = SimpleNamespace(
+        folder=folder, quartet=SimpleNamespace(services=services, critic=SimpleNamespace(info=info))
+    )
+    assert await wrong_services(run, STEPS) == said
+
+
+def test_a_critic_that_trained_otherwise_than_in_the_replay_is_named() -> None:
+    lines = [{"step": float(step), "value/loss": 0.5 / step, "seconds/step": float(step)} for step in (1, 2, 3)]
+    assert other_values(lines, [line | {"seconds/step": 9.0} for line in lines]) == []
+    other = [lines[0], lines[1] | {"value/loss": 0.75}, lines[2]]
+    assert other_values(other, lines) == ["step 2: value/loss 0.75, and 0.25 in the replay"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gap_s", "returns", "said"),
+    [
+        ("reward", 1.0, 0, []),
+        ("reward", MOST_S + 2, 0, [f"cost {MOST_S + 1:.1f} s, and may cost {MOST_S:g}"]),
+        ("reference", 1.0, 2, ["cost 2 returns to a checkpoint, and may cost none"]),
+        ("critic", 1.0, 1, []),
+        ("proxy", MOST_S + 2, 1, []),
+    ],
+)
+def test_a_frozen_replica_that_costs_too_much_is_named(
+    kind: str, gap_s: float, returns: int, said: list[str]
+) -> None:
+    """A usual step takes a second. A critic has no other replica, and a proxy's cost is only measured."""
+    struck = Struck(Fault(5, kind, "freeze", "step", 0.5, 0.0), [1], "after step 3", 0.0, gap_s, returns)
+    assert over_bound(Outcome([struck], [], 9, 60.0, 1.0)) == [
+        f"{struck.fault}, after step 3: {told}" for told in said
+    ]
+    assert struck.problems == said
