@@ -164,8 +164,9 @@ class Replica:
             return time.monotonic() - began, str(error)
         raise AssertionError("the call has an answer")
 
-    async def frozen_in_its_start(self) -> tuple[float, str]:
-        """Stops a rank's process as soon as it is known, which is before it has read its libraries."""
+    async def frozen_in_its_start(self) -> tuple[float, str, int]:
+        """Stops a rank's process as soon as it is known, which is before it has read its libraries; the seconds after
+        which the start ended, how, and the process id."""
         if self._group:
             self._group.stop()
         config = LearnerConfig.model_construct(ranks=1, rank_timeout_s=60.0)
@@ -176,12 +177,13 @@ class Replica:
         async with asyncio.timeout(PATIENCE_S):
             while rank._here is None:
                 await asyncio.sleep(0.005)
-        rank._here.suspend()
+        frozen = rank._here
+        frozen.suspend()
         began = time.monotonic()
         try:
             await starting
         except RanksLost as error:
-            return time.monotonic() - began, str(error)
+            return time.monotonic() - began, str(error), frozen.pid
         raise AssertionError("it started")
 
 
@@ -228,7 +230,8 @@ def tried() -> dict[str, Any]:
     found["killed"] = ray.get(one.lost.remote(int(signal.SIGKILL)), timeout=120), ended_s(pid)
     pid = ray.get(one.start.remote(), timeout=120)
     found["frozen"] = ray.get(one.lost.remote(int(signal.SIGSTOP)), timeout=120), ended_s(pid)
-    found["frozen in its start"] = ray.get(one.frozen_in_its_start.remote(), timeout=120), 0
+    *ended, pid = ray.get(one.frozen_in_its_start.remote(), timeout=120)
+    found["frozen in its start"] = ended, ended_s(pid)
     family = psutil.Process().children(recursive=True)
     gcs, raylet = (next(each for each in family if each.name().startswith(name)) for name in ("gcs_server", "raylet"))
     found["GCS stopped, a start"] = ray.get(one.start_while_stopped.remote(gcs.pid), timeout=120)
