@@ -12,7 +12,15 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from tests.chaos.settings import ENVIRONMENT
+ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_register_timeout_seconds": "240",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""The environment of a quartet of tests, where neither conftest.py nor the Makefile has set it."""
 
 
 def run(main: Callable[[Namespace, Path, Console], Awaitable[int]], given: Namespace, name: str) -> NoReturn:

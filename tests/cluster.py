@@ -20,9 +20,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.clients import Services
+from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
-from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import free_ports
 from orchestrator.deployment.redeployment import fixed
 from protos import rollout_pb2
@@ -139,10 +139,9 @@ class Quartet:
         path.write_text(yaml.safe_dump(raw))
         serving.deploy(self.cluster, path)
 
-    @contextmanager
-    def scoring(self, name: str, **args: Any) -> Iterator[dict[str, Any]]:
-        """Context in which another reward application runs, of the policy's tokenizer and these `args:`."""
-        application = {
+    def scorer(self, name: str, **args: Any) -> dict[str, Any]:
+        """Another reward application for the YAML, of the policy's tokenizer and these `args:`."""
+        return {
             "name": name,
             "route_prefix": f"/{name}",
             "import_path": "services.reward.replica:build",
@@ -153,6 +152,11 @@ class Quartet:
                 for each in ("Reward", *args.get("scorers", ()))
             ],
         }
+
+    @contextmanager
+    def scoring(self, name: str, **args: Any) -> Iterator[dict[str, Any]]:
+        """Context in which such an application runs."""
+        application = self.scorer(name, **args)
         self.deploy([application], f"with-{name}")
         try:
             serving.await_running(self.cluster, (name,), print, START_S)
@@ -201,11 +205,12 @@ async def running_quartet(
     folder: Path, policy: Path, reward: Path, adapt: Callable[[dict[str, Any]], None] = lambda raw: None
 ) -> AsyncIterator[Quartet]:
     """`quartet up`, and at the end `quartet down`, which must leave no process behind. `adapt` changes the deployment
-    file beforehand."""
+    file beforehand, which may have services alone."""
     http, grpc_port = free_ports(2)
     raw = configuration(policy, reward, write_prompts(folder), http, grpc_port)
     raw["applications"][0]["args"]["model"] = str(_with_template(policy, folder / "policy-with-template"))
     raw["security"] = {"http": True}
+    run = OrchestratorConfig.parse(raw["orchestrator"], "orchestrator")
     adapt(raw)
     imported = preloaded.make_folder()
     for application in raw["applications"]:
@@ -223,8 +228,8 @@ async def running_quartet(
         cluster = ray_cluster.running(folder / ray_cluster.STATE)
         assert cluster
         os.environ.setdefault(VARIABLE, str(folder / ".quartet/access"))  # this process is in another folder
-        channel, services = connect(target), Services.connect(Deployment.load(config).orchestrator)
-        yield Quartet(folder, config, raw, cluster, target, imported, policy, reward, channel, services)
+        channel = connect(target)
+        yield Quartet(folder, config, raw, cluster, target, imported, policy, reward, channel, Services.connect(run))
         await channel.close()
     finally:
         command(folder, "down")

@@ -19,6 +19,7 @@ from quartet.wire.identity import model_hash
 from services.reward.client import RewardClient
 from tests import plain
 from tests.cluster import SERVICES, Quartet, refused
+from tests.configuration import model_scorer
 from tests.integration.malformed import MALFORMED, ONE, pairs
 from tests.models import EOS, MAX_LENGTH, ROWS
 from tests.trajectories import of
@@ -94,37 +95,21 @@ async def test_more_pairs_than_a_call_may_hold_are_refused(quartet: Quartet) -> 
     assert "tokens: 4097 rows, but a call may hold 4096; send it in several" in details
 
 
-def application(name: str, **args: Any) -> dict[str, Any]:
-    """One more reward application for the YAML."""
-    return {
-        "name": name,
-        "route_prefix": f"/{name}",
-        "import_path": "services.reward.replica:build",
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
-        "args": args,
-        "deployments": [{"name": "Reward", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}}],
-    }
-
-
 @pytest.fixture(scope="module")
 def scorers(quartet: Quartet) -> Iterator[dict[str, Any]]:
     """Deploys other scorers and broken configurations beside the four services; what Serve says of each then."""
-    policy, reward = str(quartet.policy), str(quartet.reward)
-    model = {"kind": "model", "model": reward, "dtype": "float32"}
+    model = model_scorer(quartet.reward)
     function = {"kind": "function", "function": "tests.scorers:words"}
     two = {"kind": "function", "function": "tests.scorers:two", "names": ["right", "words"]}
     several = {"kind": "several", "scorers": {"taste": model, "length": function, "both": two}}
     before = ray_cluster.applications(quartet.cluster)
     quartet.deploy(
         [
-            application("words", tokenizer=policy, scorer=function),
-            application("several", tokenizer=policy, scorer=several),
-            application("named", tokenizer=policy, scorers={"taste": model, "words": function | {"max_length": 9}})
-            | {
-                "deployments": [{"name": each, "ray_actor_options": {"num_cpus": 0.1}} for each in ("taste", "words")]
-            },
-            application("typo", tokenizer=policy, scorer=model, max_lenght=64),
-            application("nowhere", tokenizer=policy, scorer=model | {"model": "/no/such/model"}),
+            quartet.scorer("words", scorer=function),
+            quartet.scorer("several", scorer=several),
+            quartet.scorer("named", scorers={"taste": model, "words": function | {"max_length": 9}}),
+            quartet.scorer("typo", scorer=model, max_lenght=64),
+            quartet.scorer("nowhere", scorer={**model, "model": "/no/such/model"}),
         ],
         "scorers",
     )

@@ -9,6 +9,7 @@ the version that its reply names, if a push failed, or if no stream was read to 
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,12 +17,18 @@ from rich.table import Table
 from tests.campaigns import run
 
 
+def alone(raw: dict[str, Any]) -> None:
+    """Leaves the rollout service alone in a deployment file."""
+    raw["applications"] = raw["applications"][:1]
+    del raw["orchestrator"]
+
+
 async def main(given: argparse.Namespace, folder: Path, console: Console) -> int:
     """Exit status: 0 if nothing is wrong."""
     # Imported here: Ray reads the environment when it is imported.
+    from tests.cluster import running_quartet
     from tests.streams.campaign import campaign
     from tests.streams.certain import make_certain
-    from tests.streams.served import running_rollout
 
     began = time.monotonic()
 
@@ -29,7 +36,8 @@ async def main(given: argparse.Namespace, folder: Path, console: Console) -> int
         console.print(f"{time.monotonic() - began:7.1f} {text}", markup=False, highlight=False)
 
     (folder / "services").mkdir()
-    async with running_rollout(folder / "services", make_certain(folder / "policy"), say) as quartet:
+    policy = make_certain(folder / "policy")
+    async with running_quartet(folder / "services", policy, policy, alone) as quartet:
         say("all replicas run")
         started = time.monotonic()
         verdict = await campaign(quartet, given.seed, given.streams, given.seconds, given.push_s, given.kill_s, say)
