@@ -79,15 +79,6 @@ def test_gae_leaves_what_it_is_given(shape: tuple[int, int]) -> None:
     assert values.unique().tolist() == [0.5]
 
 
-def test_gae_with_gamma_and_lambda_one_is_reward_to_go_less_value() -> None:
-    rewards, values = (ref.random_rows(k, [9, 1, 5]) for k in range(2))
-    to_go = ref.pad([[sum(row[t:]) for t in range(len(row))] for row in rewards], fill=0.0)
-    args = (ref.pad(rewards), ref.pad(values), ref.mask_of(values))
-    advantages, returns = gae(*args, gamma=1.0, gae_lambda=1.0)
-    close(returns, to_go)
-    close(advantages, to_go - ref.pad(values, fill=0.0))
-
-
 def test_gae_steps_over_a_gap() -> None:
     gap = torch.tensor([[True, False, True, True, False]])
     rewards, values = doubles([[1.0, NAN, 0.0, 2.0, NAN]]), doubles([[0.5, NAN, 0.4, 0.3, NAN]])

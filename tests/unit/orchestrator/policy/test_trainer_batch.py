@@ -9,14 +9,12 @@ import torch
 from transformers import GenerationConfig
 
 from orchestrator.algorithms.contract import KLConfig
-from quartet.learner.minibatches import minibatches
 from quartet.models.loading import load_tokenizer
 from quartet.weight_transfer.manifest import Manifest
 from tests.learner_batches import PolicyBatch, logprob_rows, train_policy
 from tests.models import EOS, make_policy, make_tokenizer
 from tests.plain import language_model
-from tests.unit.naive import TOKENS, chosen, distributions
-from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
+from tests.unit.policy_batches import make_trainer, weights
 
 
 def test_epochs_minibatches_and_the_seed_of_their_order(policy_folder: Path, batch: PolicyBatch) -> None:
@@ -28,32 +26,6 @@ def test_epochs_minibatches_and_the_seed_of_their_order(policy_folder: Path, bat
     assert float((parts - whole).abs().max()) < 1e-5
     assert measured[1] == pytest.approx(measured[0], abs=1e-4)
     assert float((other - whole).abs().max()) > 1e-3
-
-
-def test_no_token_of_any_minibatch_counts_for_more_than_others(policy_folder: Path, batch: PolicyBatch) -> None:
-    """Two small steps of AdamW, whose second is the mean of both gradients, over the mean tokens of whole
-    minibatches."""
-    assert batch.old_logprobs is not None
-    rate, size = 1e-4, 3
-    trainer = make_trainer(policy_folder, size=size, rate=rate)
-    before = weights(trainer)
-    train_policy(trainer, batch, seed=0)
-    model = language_model(policy_folder)
-    gradients = []
-    for rows in minibatches(4, epochs=1, size=size, seed=0):
-        tokens = TOKENS * size / 4
-        logprobs, loss = chosen(distributions(model, TEMPERATURE)), torch.zeros(())
-        for row in rows:
-            old, sampled, advantages = (
-                torch.from_numpy(values[row]) for values in (batch.old_logprobs, batch.logprobs, batch.advantages)
-            )
-            ratio = (logprobs[row] - old).exp()
-            objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-            loss = loss - ((old - sampled).exp().clamp(max=2) * objective).sum() / tokens
-        gradients.append(torch.cat([g.view(-1) for g in torch.autograd.grad(loss, list(model.parameters()))]))
-    first, second = gradients
-    expected = rate * (first + (0.09 * first + 0.1 * second) / 0.19)
-    assert float((before - weights(trainer) - expected).norm()) < 0.02 * float(expected.norm())
 
 
 def test_the_first_steps_ratio_is_told_apart_and_the_largest_is_the_largest(
