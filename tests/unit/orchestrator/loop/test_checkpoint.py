@@ -133,14 +133,6 @@ async def test_in_the_foreground_training_waits(tmp_path: Path) -> None:
         assert (stage.policy.copies, stage.critic.copies) == (False, False)
 
 
-async def test_never_means_never(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, every=0)
-    async with stage.checkpoints as checkpoints:
-        await checkpoints.first(state(0))
-        await checkpoints.take_if_due(state(10))
-    assert stage.checkpoint_names() == []
-
-
 @pytest.mark.parametrize(
     ("who", "when", "kept", "whole"),
     [
