@@ -193,11 +193,12 @@ async def test_what_another_timeline_left_in_the_journal_is_not_taken(policy_fol
 
 async def test_the_end_cancels_what_is_sampled_ahead(policy_folder: Path) -> None:
     bench = Bench(policy_folder, 1, prompts_per_call=1)
-    bench.hold(2, 3)
+    rollout = bench.fakes.rollout
+    rollout.gate = lambda sent: asyncio.sleep(600 if len(rollout.calls) > 2 else 0)
     async with Beside() as beside:
         await bench.step(bench.open(beside), 1)
-        assert bench.fakes.rollout.cancelled == 0
-    assert len(bench.fakes.rollout.calls) == 4
+        assert (len(rollout.calls), rollout.cancelled) == (4, 0)
+    assert rollout.cancelled == 2
 
 
 async def test_a_failure_ahead_ends_the_loop_at_once(policy_folder: Path) -> None:
