@@ -1,10 +1,12 @@
 """Fixtures that several unit tests share."""
 
+import asyncio
+import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -38,6 +40,17 @@ def logged() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield handler.lines
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+async def complaints() -> AsyncIterator[list[dict[str, Any]]]:
+    """Collects what asyncio would log, such as errors of tasks that no caller waited for, once collected."""
+    gc.collect()  # also those that earlier tests left
+    told: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    yield told
+    loop.set_exception_handler(None)
 
 
 @pytest.fixture(scope="module")

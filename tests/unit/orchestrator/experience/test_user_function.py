@@ -181,10 +181,8 @@ async def test_what_its_own_awaits_cancel_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_end_of_the_run_is_not_taken_for_a_failure(fails: bool) -> None:
+async def test_the_end_of_the_run_is_not_taken_for_a_failure(fails: bool, complaints: list[Any]) -> None:
     tried: list[Task] = []
-    complaints: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
 
     async def waits(task: Task) -> None:
         tried.append(task)

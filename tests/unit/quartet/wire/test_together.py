@@ -77,9 +77,7 @@ async def test_the_end_of_the_work_s_own_task_ends_all_that_wait() -> None:
     assert await together(3) == 30
 
 
-async def test_an_error_for_which_nobody_waits_any_more_is_dropped() -> None:
-    told = list[Any]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+async def test_an_error_for_which_nobody_waits_any_more_is_dropped(complaints: list[Any]) -> None:
     fails = asyncio.Event()
 
     async def failing(asked: Sequence[int]) -> list[int]:
@@ -98,7 +96,7 @@ async def test_an_error_for_which_nobody_waits_any_more_is_dropped() -> None:
         assert await together(1) == 1
     del first
     gc.collect()
-    assert told == []
+    assert complaints == []
 
 
 async def test_work_that_fails_or_gives_too_few_results_fails_all_that_were_asked_together() -> None:
