@@ -115,18 +115,31 @@ def client(door: Door, config: OrchestratorConfig) -> SessionClient:
     return SessionClient("http://127.0.0.1:1/rollout", "key", seconds, httpx.MockTransport(door))
 
 
+def with_agent(config: OrchestratorConfig, **keys: Any) -> OrchestratorConfig:
+    assert config.agent is not None
+    return config.model_copy(update={"agent": config.agent.model_copy(update=keys)})
+
+
+BOUNDS: dict[str, Any] = {"version": None, "newest": None, "on_repeat": lambda count: None}
+
+
+@asynccontextmanager
+async def open_agents(
+    door: Door, config: OrchestratorConfig, function: Callable[[Task], Any]
+) -> AsyncIterator[Agents]:
+    rollout = RolloutClient.__new__(RolloutClient)
+    rollout.lease = common_pb2.Lease(run_id="mine-1", number=4, identity="me")
+    async with client(door, config) as sessions:
+        yield Agents(Agent("a:b", function, "digest"), config, sessions, rollout, Purpose.TRAINING)
+
+
 async def converse(
     door: Door, config: OrchestratorConfig, function: Callable[[Task], Any], **bounds: int | None
 ) -> tuple[Conversation, int]:
     """A conversation, and how often it was begun again."""
-    rollout = RolloutClient.__new__(RolloutClient)
-    rollout.lease = common_pb2.Lease(run_id="mine-1", number=4, identity="me")
     repeats: list[int] = []
-    async with SessionClient(
-        "http://127.0.0.1:1/rollout", "key", config.timeouts.generate_s, httpx.MockTransport(door)
-    ) as sessions:
-        agents = Agents(Agent("a:b", function, "digest"), config, sessions, rollout, Purpose.TRAINING)
-        given: dict[str, Any] = {"version": None, "newest": None, "on_repeat": repeats.append} | bounds
+    async with open_agents(door, config, function) as agents:
+        given = BOUNDS | {"on_repeat": repeats.append} | bounds
         return await agents.converse(REQUEST, **given), sum(repeats)
 
 
@@ -207,8 +220,6 @@ async def test_it_ends_the_run_by_name_at_its_last_attempt(door: Door, config: O
 
 
 async def test_so_many_go_on_at_a_time_as_may(door: Door, config: OrchestratorConfig) -> None:
-    assert config.agent is not None
-    few = config.model_copy(update={"agent": config.agent.model_copy(update={"at_once": 2})})
     going = most = 0
 
     async def solve(task: Task) -> None:
@@ -219,13 +230,8 @@ async def test_so_many_go_on_at_a_time_as_may(door: Door, config: OrchestratorCo
         door.say(task, ids(7), 10)
         going -= 1
 
-    async with SessionClient(
-        "http://127.0.0.1:1/rollout", "key", config.timeouts.generate_s, httpx.MockTransport(door)
-    ) as sessions:
-        rollout = RolloutClient.__new__(RolloutClient)
-        agents = Agents(Agent("a:b", solve, "digest"), few, sessions, rollout, Purpose.TRAINING)
-        bounds: dict[str, Any] = {"version": None, "newest": None, "on_repeat": lambda count: None}
-        await asyncio.gather(*(agents.converse(REQUEST, **bounds) for _ in range(6)))
+    async with open_agents(door, with_agent(config, at_once=2), solve) as agents:
+        await asyncio.gather(*(agents.converse(REQUEST, **BOUNDS) for _ in range(6)))
     assert (most, len(door.started)) == (2, 6)
     assert door.held.counts["sessions"] == 0
 
@@ -234,12 +240,9 @@ async def test_those_that_begin_and_end_together_share_requests(door: Door, conf
     async def solve(task: Task) -> None:
         door.say(task, ids(7), 10)
 
-    async with client(door, config) as sessions:
-        rollout = RolloutClient.__new__(RolloutClient)
-        agents = Agents(Agent("a:b", solve, "digest"), config, sessions, rollout, Purpose.TRAINING)
-        bounds: dict[str, Any] = {"version": None, "newest": None, "on_repeat": lambda count: None}
-        requests = [replace(REQUEST, number=number, seed=number) for number in range(64)]
-        had = await asyncio.gather(*(agents.converse(each, **bounds) for each in requests))
+    requests = [replace(REQUEST, number=number, seed=number) for number in range(64)]
+    async with open_agents(door, config, solve) as agents:
+        had = await asyncio.gather(*(agents.converse(each, **BOUNDS) for each in requests))
     assert [each.request.number for each in had] == list(range(64))
     assert [each["seed"] for each in door.started] == list(range(64))
     assert door.requests < 32  # and not three for each
@@ -248,22 +251,18 @@ async def test_those_that_begin_and_end_together_share_requests(door: Door, conf
 
 async def test_a_command_that_is_late_is_ended(door: Door, config: OrchestratorConfig) -> None:
     """The one of docs/extend.md."""
-    assert config.agent is not None
-    short = config.agent.model_copy(update={"conversation_s": 0.5, "attempts": 1})
-    begun: list[asyncio.subprocess.Process] = []
+    # Started before the conversation, of which that could take the whole time.
+    process = await asyncio.create_subprocess_exec("sleep", "600", env={"PATH": "/usr/bin:/bin"})
 
     async def solve(task: Task) -> int:
-        process = await asyncio.create_subprocess_exec("sleep", "600", env={"PATH": "/usr/bin:/bin"})
-        begun.append(process)
         try:
             return await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
 
-    with pytest.raises(ConfigError, match=r"took longer than 0\.5 s"):
-        await converse(door, config.model_copy(update={"agent": short}), solve)
-    [process] = begun
+    with pytest.raises(ConfigError, match=r"took longer than 0\.2 s"):
+        await converse(door, with_agent(config, conversation_s=0.2, attempts=1), solve)
     assert await process.wait() == -signal.SIGKILL
 
 
@@ -285,9 +284,6 @@ async def test_what_cannot_be_trained_on_is_a_failure(
     async def solve(task: Task) -> Any:
         for number, prompt in enumerate(responses):
             door.say(task, prompt, 10 + number)
-        # What superseded responses are told from: both count.
-        for turn in door.held.trajectory(ME.name, task.api_key)["interactions"]:
-            turn["reward"] = 1.0
         return result
 
     with pytest.raises(ConfigError, match=said):
@@ -310,8 +306,7 @@ async def test_rewards_that_an_agent_sets_are_its_responses(door: Door, config: 
 
 
 async def test_an_agent_may_have_several_sequences(door: Door, config: OrchestratorConfig) -> None:
-    assert config.agent is not None
-    several = config.model_copy(update={"agent": config.agent.model_copy(update={"sequences": 3})})
+    several = with_agent(config, sequences=3)
 
     async def solve(task: Task) -> None:
         door.say(task, ids(7, 8), 10, 11)
@@ -393,23 +388,6 @@ async def test_a_conversation_without_room_is_over(door: Door, config: Orchestra
     assert (had.truncated, repeats, had.result) == (True, 0, None)
 
 
-@asynccontextmanager
-async def open_agents(
-    door: Door, config: OrchestratorConfig, function: Callable[[Task], Any]
-) -> AsyncIterator[tuple[Agents, SessionClient]]:
-    async with client(door, config) as sessions:
-        rollout = RolloutClient.__new__(RolloutClient)
-        yield Agents(Agent("a:b", function, "digest"), config, sessions, rollout, Purpose.TRAINING), sessions
-
-
-def with_agent(config: OrchestratorConfig, **keys: Any) -> OrchestratorConfig:
-    assert config.agent is not None
-    return config.model_copy(update={"agent": config.agent.model_copy(update=keys)})
-
-
-BOUNDS: dict[str, Any] = {"version": None, "newest": None, "on_repeat": lambda count: None}
-
-
 async def test_the_session_of_an_agent_that_was_late_takes_no_more_requests(
     door: Door, config: OrchestratorConfig
 ) -> None:
@@ -417,7 +395,7 @@ async def test_the_session_of_an_agent_that_was_late_takes_no_more_requests(
     end = threading.Event()
     try:
         short = with_agent(config, conversation_s=0.2, attempts=1)
-        async with open_agents(door, short, lambda task: end.wait(60)) as (agents, _):
+        async with open_agents(door, short, lambda task: end.wait(60)) as agents:
             with pytest.raises(ConfigError, match=r"took longer than 0\.2 s"):
                 await agents.converse(REQUEST, **BOUNDS)
             async with asyncio.timeout(10):
@@ -437,7 +415,7 @@ async def test_a_removal_that_is_not_answered_holds_nothing_up(door: Door, confi
         door.answers.clear()
         return tell(*asked)
 
-    async with open_agents(door, with_agent(config, attempts=1), solve) as (agents, _):
+    async with open_agents(door, with_agent(config, attempts=1), solve) as agents:
         door.held.trajectories = told  # type: ignore[assignment]
         try:
             async with asyncio.timeout(10):
