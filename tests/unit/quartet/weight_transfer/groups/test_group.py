@@ -123,16 +123,6 @@ def test_what_is_sent_arrives() -> None:
         group.close()
 
 
-def test_a_member_that_never_comes_is_an_error_before_anything_is_formed() -> None:
-    def form(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-        raise AssertionError("NCCL would wait in here")
-
-    start = time.monotonic()
-    with pytest.raises(RuntimeError):
-        Group(open_store(HOST, TIMEOUT_S)[0], Wire(form, CPU), rank=SENDER, **PLACE)
-    assert TIMEOUT_S - 0.1 < time.monotonic() - start < TIMEOUT_S + 20
-
-
 def test_a_worker_that_comes_late_gives_up_with_the_others_and_is_free_for_the_next_attempt() -> None:
     _, number = open_store(HOST, 60)
     receiver = GroupReceiver(CPU)
@@ -224,10 +214,44 @@ def test_a_sender_that_gives_a_membership_up_while_it_joins_is_free_for_the_next
     sender.close()
 
 
-def test_members_that_do_not_come_are_named() -> None:
-    wire = Wire(lambda *_: Answering())
+def test_members_that_do_not_come_are_named_before_anything_is_formed_and_the_next_membership_works() -> None:
+    formed: list[int] = []
+
+    def form(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+        formed.append(world_size)
+        return Answering()
+
+    sender = GroupSender(Manifest.of({}, 1), Wire(form), host=HOST, stall_s=0.2)
     with pytest.raises(RuntimeError, match=r"^the group did not form: ranks \[1, 2\] did not come in 0.2 s$"):
-        Group(open_store(HOST, 1)[0], wire, rank=SENDER, world_size=3, membership=1, timeout_s=0.2)
+        sender.join(1, 3)
+    sender.join(2, 1)
+    assert formed == [1]
+    sender.close()
+
+
+@pytest.mark.processes  # it waits for seconds
+def test_a_member_that_does_not_receive_is_an_error_in_time_and_the_next_membership_works() -> None:
+    """Gloo's own deadline ends it."""
+    large = {"w": torch.zeros(8 << 20)}  # 32 MiB, more than the sockets hold
+    sender = GroupSender(Manifest.of(large, 1), gloo_wire(HOST), host=HOST, stall_s=5)
+    groups: list[Group] = []
+
+    def join() -> None:
+        groups.append(Group(find_store(HOST, sender.rendezvous(), 60), gloo_wire(HOST), rank=1, **PATIENT))
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    sender.join(1, 2)
+    joining.join()
+    sender.load(large.items(), 1)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        sender.send(1)
+    assert time.monotonic() - start < 5 + 20
+    groups[0].close()
+    sender.join(2, 1)
+    assert checksum(sender.send(1)) == checksum(sender._digests)
+    sender.close()
 
 
 def test_a_group_that_forms_after_it_was_given_up_is_closed() -> None:
@@ -357,11 +381,11 @@ class Pair:
         thread.start()
         return thread, received
 
-    def loaded(self) -> dict[str, list[float]]:
+    def loaded(self, receiver: GroupReceiver | None = None) -> dict[str, list[float]]:
         """The received weights, brought to the device as vLLM's model takes them."""
         return {
             name: tensor.tolist()
-            for bucket, data in self.receiver.buckets()
+            for bucket, data in (receiver or self.receiver).buckets()
             for name, tensor in self.manifest.cut(bucket, data.to(DEVICE, non_blocking=True))
         }
 
@@ -532,19 +556,26 @@ def test_a_gpu_stages_a_bucket_once_it_is_there_and_beside_what_comes_next(
     ]
 
 
-def test_a_newcomer_gets_the_copy_while_the_sender_goes_on() -> None:
+def test_a_newcomer_gets_the_copy_while_the_group_of_the_others_stays() -> None:
     for on_gpu in (False, True):
         pair = Pair(on_gpu=on_gpu)
+        newcomer = GroupReceiver(DEVICE, lambda backend, host, device, stall_s: CARRIED)
         pair.sender.load(pair.weights.items(), 1)
         for tensor in pair.weights.values():
             tensor.fill_(-1)  # the next step
         joining = Joining("nccl", [[HOST, pair.sender.rendezvous()]], 1, 2, 2, 60, on_gpu=on_gpu)
         adding = threading.Thread(target=pair.sender.add_newcomers, args=(2, 2))
         adding.start()
-        pair.receiver.join(joining)
-        assert pair.receiver.receive(pair.manifest) == checksum(pair.sender._digests)
+        newcomer.join(joining)
+        assert newcomer.receive(pair.manifest) == checksum(pair.sender._digests)
         adding.join()
-        assert pair.loaded() == EXPECTED
+        assert pair.loaded(newcomer) == EXPECTED
+        newcomer.close()
+        pair.sender.load(pair.weights.items(), 2)
+        thread, received = pair.receive()
+        sent = checksum(pair.sender.send(2))
+        thread.join()
+        assert received == [sent]
         pair.close()
 
 
