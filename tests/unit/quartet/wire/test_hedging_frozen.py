@@ -2,30 +2,15 @@
 that `quartet up` lets it remember queue lengths. Should this fail, read "What clients do" in docs/services.md."""
 
 import asyncio
-import time
-from dataclasses import replace
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 from ray.serve._private.request_router.common import ReplicaQueueLengthCache
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 
 from orchestrator.deployment.head import _environment
-from orchestrator.experience.collector import Collector
-from protos import reference_pb2, reward_pb2
-from protos.reference_pb2_grpc import ReferenceServicer, add_ReferenceServicer_to_server
-from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
-from quartet.columns import Columns
-from quartet.wire.codec import pack_floats
-from services.reference.client import ReferenceClient
-from services.reward.client import RewardClient
-from tests.unit.fakes import Fakes, make_config, make_requests
 from tests.unit.waiting import until
-from tests.unit.wire import served
 
 REMEMBERED_S = float(_environment()["RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S"])
 DEPLOYMENT = DeploymentID("Reward", "judge")
@@ -49,11 +34,10 @@ class Replica:
 
 
 class Fleet:
-    """Two replicas behind Serve's router, on a clock of its own that stands still, or the real one."""
+    """Two replicas behind Serve's router, on a clock of its own that stands still."""
 
-    def __init__(self, real: bool = False) -> None:
-        self._real = real
-        self._passed = 0.0
+    def __init__(self) -> None:
+        self.now = 0.0
         self.router: Any = PowerOfTwoChoicesRequestRouter(
             deployment_id=DEPLOYMENT,
             handle_source=DeploymentHandleSource.REPLICA,
@@ -64,14 +48,6 @@ class Fleet:
             staleness_timeout_s=REMEMBERED_S, get_curr_time_s=lambda: self.now
         )
         self.replicas = [Replica("a"), Replica("b")]
-
-    @property
-    def now(self) -> float:
-        return time.time() if self._real else self._passed
-
-    @now.setter
-    def now(self, seconds: float) -> None:
-        self._passed = seconds
 
     async def start(self) -> None:
         """Tells the router of the replicas; returns when it has asked them for the lengths of their queues."""
@@ -128,50 +104,3 @@ async def test_until_then_it_gets_some(fleet: Fleet) -> None:
     frozen, _ = fleet.replicas
     frozen.frozen = True
     assert frozen in [await fleet.send() for _ in range(30)]
-
-
-class Judge(RewardServicer, ReferenceServicer):  # type: ignore[misc]
-    """Reward and reference in one, behind Serve's router. A frozen replica answers when it thaws, which is never."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-
-    async def Score(self, request: Any, context: Any) -> Any:
-        count, _ = Columns.measure(request.tokens)
-        return await self._answer(reward_pb2.ScoreResponse(scores=pack_floats(np.ones(count, np.float32))))
-
-    async def Logprobs(self, request: Any, context: Any) -> Any:
-        count = Columns.unpack(request.trajectories, {}).size("sampled")
-        return await self._answer(reference_pb2.LogprobsResponse(ref_logprobs=bytes(4 * count)))
-
-    async def _answer(self, reply: Any) -> Any:
-        replica = await self.fleet.send()
-        try:
-            await asyncio.sleep(60 if replica.frozen else 0.02)
-        finally:
-            self.fleet.answered(replica)
-        return reply
-
-
-# One client is as the other.
-@pytest.mark.parametrize("service", ["reward", pytest.param("reference", marks=pytest.mark.exhaustive)])
-async def test_what_a_frozen_replica_costs_a_run(policy_folder: Path, service: str) -> None:
-    """Steps of a run's collector, over real gRPC, as the clients are configured by default."""
-    fleet, fakes = Fleet(real=True), Fakes()
-    await fleet.start()
-    config = make_config(policy_folder)
-    add = {"reward": add_RewardServicer_to_server, "reference": add_ReferenceServicer_to_server}[service]
-    kind = {"reward": RewardClient, "reference": ReferenceClient}[service]
-    seconds: list[float] = []
-    async with served(add, Judge(fleet)) as channel:
-        client = kind(channel, attempt_s=config.timeouts.attempt_s)
-        services = replace(fakes.services, **{service: client})  # type: ignore[arg-type]
-        collector = Collector(services, config)
-        for step in range(40):
-            fleet.replicas[0].frozen = step >= 10
-            began = time.monotonic()
-            await collector.collect(make_requests(8), version=1, critic_step=0)
-            seconds.append(time.monotonic() - began)
-    cost = sum(seconds[10:]) - 30 * median(seconds[:10])
-    print(f"\na frozen {service} replica costs {cost:.1f} s in 30 steps, the worst of them {max(seconds):.1f} s")
-    assert cost < 15
