@@ -1,7 +1,10 @@
 """Large calls in parts: how they are cut, joined, refused and repeated."""
 
 import asyncio
+import itertools
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
@@ -200,41 +203,48 @@ async def test_rows_of_the_reference_and_the_critic_are_joined_too() -> None:
     assert values.steps == list(rows)
 
 
+def scoring(answer: Callable[[Any], Any]) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+    """A channel to a reward service that gives these answers to requests."""
+
+    async def score(request: Any, context: Any) -> Any:
+        return answer(request)
+
+    servicer: Any = RewardServicer()
+    servicer.Score = score
+    return served(add_RewardServicer_to_server, servicer)
+
+
+def floats(*numbers: Any) -> bytes:
+    return pack_floats(np.asarray(numbers, np.float32).reshape(-1))
+
+
 @pytest.mark.parametrize("count", [1, 3])
 async def test_scores_of_another_number_are_refused(count: int) -> None:
-    class Wrong(RewardServicer):  # type: ignore[misc]
-        async def Score(self, request: Any, context: Any) -> Any:
-            return reward_pb2.ScoreResponse(scores=pack_floats(np.zeros(count, np.float32)))
-
     asked, _ = pairs(2)
-    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+    async with scoring(lambda _: reward_pb2.ScoreResponse(scores=floats(*[0] * count))) as channel:
         with pytest.raises(InvalidReply, match=f"^reward.Score: scores: {count} values for 2 pairs"):
             await RewardClient(channel).score(asked, timeout_s=5)
 
 
 async def test_parts_scored_by_different_models_are_refused() -> None:
-    class Changing(RewardServicer):  # type: ignore[misc]
-        calls = 0
+    calls = itertools.count()
 
-        async def Score(self, request: Any, context: Any) -> Any:
-            self.calls += 1
-            scores = pack_floats(np.zeros(len(request.texts.prompts), np.float32))
-            return reward_pb2.ScoreResponse(scores=scores, scorer={"name": f"model {self.calls}"})
+    def changing(request: Any) -> Any:
+        scores = floats(*[0] * len(request.texts.prompts))
+        return reward_pb2.ScoreResponse(scores=scores, scorer={"name": f"model {next(calls)}"})
 
-    async with served(add_RewardServicer_to_server, Changing()) as channel:
+    async with scoring(changing) as channel:
         with pytest.raises(InvalidReply, match=r"^reward.Score: parts of one call were scored by 2 scorers"):
             await RewardClient(channel).score_texts(["a"] * 600, ["b"] * 600, timeout_s=5)
 
 
 async def test_named_scores_come_as_columns_also_in_parts() -> None:
-    class Two(RewardServicer):  # type: ignore[misc]
-        async def Score(self, request: Any, context: Any) -> Any:
-            rows = [[float(len(text)), -1.0] for text in request.texts.responses]
-            scorer = {"name": "two", "names": ["length", "other"]}
-            return reward_pb2.ScoreResponse(scores=pack_floats(np.asarray(rows, np.float32)), scorer=scorer)
+    def two(request: Any) -> Any:
+        rows = [[len(text), -1] for text in request.texts.responses]
+        return reward_pb2.ScoreResponse(scores=floats(*rows), scorer={"name": "two", "names": ["length", "other"]})
 
     texts = ["b" * (n % 7) for n in range(1100)]
-    async with served(add_RewardServicer_to_server, Two()) as channel:
+    async with scoring(two) as channel:
         scores = await RewardClient(channel).score_texts(["a"] * 1100, texts, timeout_s=5)
     assert [*scores.columns] == ["length", "other"]
     assert scores.columns["length"].tolist() == [float(len(text)) for text in texts]
@@ -252,41 +262,35 @@ async def test_named_scores_come_as_columns_also_in_parts() -> None:
     ],
 )
 async def test_named_scores_that_cannot_be_are_refused(names: list[str], count: int, message: str) -> None:
-    class Wrong(RewardServicer):  # type: ignore[misc]
-        async def Score(self, request: Any, context: Any) -> Any:
-            scores = pack_floats(np.zeros(count, np.float32))
-            return reward_pb2.ScoreResponse(scores=scores, scorer={"names": names})
-
-    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+    wrong = reward_pb2.ScoreResponse(scores=floats(*[0] * count), scorer={"names": names})
+    async with scoring(lambda _: wrong) as channel:
         with pytest.raises(InvalidReply, match=f"^reward.Score: {message}$"):
             await RewardClient(channel).score_texts(["a"] * 2, ["b"] * 2, timeout_s=5)
 
 
 async def test_parts_whose_names_differ_are_refused() -> None:
-    class Changing(RewardServicer):  # type: ignore[misc]
-        async def Score(self, request: Any, context: Any) -> Any:
-            count = len(request.texts.prompts)
-            names = ["a"] if count == 512 else ["b"]
-            return reward_pb2.ScoreResponse(scores=pack_floats(np.zeros(count, np.float32)), scorer={"names": names})
+    def changing(request: Any) -> Any:
+        count = len(request.texts.prompts)
+        names = ["a"] if count == 512 else ["b"]
+        return reward_pb2.ScoreResponse(scores=floats(*[0] * count), scorer={"names": names})
 
-    async with served(add_RewardServicer_to_server, Changing()) as channel:
+    async with scoring(changing) as channel:
         with pytest.raises(InvalidReply, match=r"^reward.Score: parts of one call were scored by 2 scorers"):
             await RewardClient(channel).score_texts(["a"] * 600, ["b"] * 600, timeout_s=5)
 
 
 async def test_pairs_without_a_score_keep_their_places_over_parts() -> None:
-    class Some(RewardServicer):  # type: ignore[misc]
-        async def Score(self, request: Any, context: Any) -> Any:
-            texts = request.texts.responses
-            scores = np.asarray([np.nan if text == "bad" else 1.0 for text in texts], np.float32)
-            outcomes = bytes(3 * (text == "bad") for text in texts)
-            reasons = ["broke"] * sum(outcome > 0 for outcome in outcomes)
-            return reward_pb2.ScoreResponse(scores=pack_floats(scores), outcomes=outcomes, reasons=reasons)
+    def some(request: Any) -> Any:
+        texts = request.texts.responses
+        scores = floats(*(np.nan if text == "bad" else 1 for text in texts))
+        outcomes = bytes(3 * (text == "bad") for text in texts)
+        reasons = ["broke"] * sum(outcome > 0 for outcome in outcomes)
+        return reward_pb2.ScoreResponse(scores=scores, outcomes=outcomes, reasons=reasons)
 
     texts = ["good"] * 1100
     for place in (0, 511, 512, 1099):
         texts[place] = "bad"
-    async with served(add_RewardServicer_to_server, Some()) as channel:
+    async with scoring(some) as channel:
         scores = await RewardClient(channel).score_texts(["a"] * 1100, texts, timeout_s=5)
     assert scores.unscored == dict.fromkeys((0, 511, 512, 1099), Unscored(Outcome.FAILED, "broke"))
     assert np.flatnonzero(np.isnan(scores.values)).tolist() == [0, 511, 512, 1099]
@@ -306,26 +310,20 @@ async def test_pairs_without_a_score_keep_their_places_over_parts() -> None:
 async def test_outcomes_that_cannot_be_are_refused(
     scores: list[float], outcomes: bytes, reasons: list[str], message: str
 ) -> None:
-    class Wrong(RewardServicer):  # type: ignore[misc]
-        async def Score(self, request: Any, context: Any) -> Any:
-            packed = pack_floats(np.asarray(scores, np.float32))
-            return reward_pb2.ScoreResponse(scores=packed, outcomes=outcomes, reasons=reasons)
-
-    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+    wrong = reward_pb2.ScoreResponse(scores=floats(*scores), outcomes=outcomes, reasons=reasons)
+    async with scoring(lambda _: wrong) as channel:
         with pytest.raises(InvalidReply, match=f"^reward.Score: {message}$"):
             await RewardClient(channel).score_texts(["a"] * 2, ["b"] * 2, timeout_s=5)
 
 
 async def test_a_score_that_is_not_finite_is_named_by_its_place_in_the_whole_call() -> None:
-    class Wrong(RewardServicer):  # type: ignore[misc]
-        async def Score(self, request: Any, context: Any) -> Any:
-            texts = request.texts.responses
-            table = np.asarray([[1.0, np.nan if text == "bad" else 2.0] for text in texts], np.float32)
-            return reward_pb2.ScoreResponse(scores=pack_floats(table.reshape(-1)), scorer={"names": ["a", "b"]})
+    def wrong(request: Any) -> Any:
+        scores = floats(*([1, np.nan if text == "bad" else 2] for text in request.texts.responses))
+        return reward_pb2.ScoreResponse(scores=scores, scorer={"names": ["a", "b"]})
 
     texts = ["good"] * 1100
     texts[700] = "bad"
-    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+    async with scoring(wrong) as channel:
         with pytest.raises(InvalidReply, match=r"^reward.Score: scores: b of pair 700 of the call is nan"):
             await RewardClient(channel).score_texts(["a"] * 1100, texts, timeout_s=5)
 
@@ -336,26 +334,23 @@ def in_places(*places: tuple[int, int, float]) -> dict[str, Any]:
     return {
         "part_pairs": pack_longs(pairs),
         "part_places": pack_longs(at),
-        "part_rewards": pack_floats(np.asarray(rewards, np.float32)),
+        "part_rewards": floats(*rewards),
     }
 
 
 async def test_parts_of_scores_keep_their_pairs_over_parts_of_a_call() -> None:
-    class Process(RewardServicer):  # type: ignore[misc]
-        process = True
+    gives = True
 
-        async def Score(self, request: Any, context: Any) -> Any:
-            texts = request.texts.responses
-            given = [(pair, int(text), float(text)) for pair, text in enumerate(texts) if text]
-            process = self.process and len(texts) != 77
-            ones = pack_floats(np.ones(len(texts), np.float32))
-            return reward_pb2.ScoreResponse(scores=ones, scorer={"process": process}, **in_places(*given))
+    def answer(request: Any) -> Any:
+        texts = request.texts.responses
+        given = [(pair, int(text), float(text)) for pair, text in enumerate(texts) if text]
+        scorer = {"process": gives and len(texts) != 77}
+        return reward_pb2.ScoreResponse(scores=floats(*[1] * len(texts)), scorer=scorer, **in_places(*given))
 
     texts = [""] * 1100
     for place in (1, 511, 512, 1099):
         texts[place] = str(place)
-    service = Process()
-    async with served(add_RewardServicer_to_server, service) as channel:
+    async with scoring(answer) as channel:
         client = RewardClient(channel)
         found = (await client.score_texts(["a"] * 1100, texts, timeout_s=5)).parts
         assert isinstance(found, Parts)
@@ -365,7 +360,7 @@ async def test_parts_of_scores_keep_their_pairs_over_parts_of_a_call() -> None:
         assert not len(nothing.pairs)
         with pytest.raises(InvalidReply, match=r"^reward.Score: parts of one call were scored by 2 scorers"):
             await client.score_texts(["a"] * 589, texts[:589], timeout_s=5)
-        service.process = False
+        gives = False
         assert (await client.score_texts(["a"] * 1100, texts, timeout_s=5)).parts is None
 
 
@@ -390,12 +385,7 @@ LEAST = -(2**63)
     ],
 )
 async def test_parts_of_scores_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
-    class Wrong(RewardServicer):  # type: ignore[misc]
-        async def Score(self, request: Any, context: Any) -> Any:
-            return reward_pb2.ScoreResponse(
-                scores=pack_floats(np.ones(2, np.float32)), scorer={"process": True}, **fields
-            )
-
-    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+    wrong = reward_pb2.ScoreResponse(scores=floats(1, 1), scorer={"process": True}, **fields)
+    async with scoring(lambda _: wrong) as channel:
         with pytest.raises(InvalidReply, match=f"^reward.Score: {message}$"):
             await RewardClient(channel).score_texts(["a"] * 2, ["b"] * 2, timeout_s=5)
