@@ -64,6 +64,15 @@ def numbers(result: Result, name: str) -> list[float]:
     return [step[name] for step in result["steps"]]
 
 
+def same_steps(actual: Result, wanted: Result) -> None:
+    """Asserts that both were trained alike."""
+    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
+    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
+    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
+    assert furthest(actual["before"], wanted["before"]) < 1e-5
+    assert furthest(actual["after"], wanted["after"]) < 1e-4
+
+
 CASES = [("policy", name) for name in LAYOUTS]
 CASES += [("critic", name) for name in ("zero 0", "zero 1", "zero 2", "accumulation, zero 3", "both offloads")]
 CASES += [("critic", name) for name in ("packing", "packing, accumulation, zero 2", "packing, zero 3")]
@@ -95,11 +104,7 @@ async def test_five_steps_are_the_same(
 ) -> None:
     wanted = expected[kind]
     actual = await benches[ranks].call(getattr(Bench, kind), TIMEOUT_S, LAYOUTS[layout])
-    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
-    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
-    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
-    assert furthest(actual["before"], wanted["before"]) < 1e-5
-    assert furthest(actual["after"], wanted["after"]) < 1e-4
+    same_steps(actual, wanted)
     for step, right in zip(actual["steps"], wanted["steps"], strict=True):
         assert step == pytest.approx(right, abs=1e-4)
 
@@ -170,9 +175,7 @@ async def test_frozen_attention_stays_bit_for_bit_in_every_layout(
     frozen = {"freeze_attention": True}
     wanted = await benches[1].call(Bench.critic, TIMEOUT_S, frozen)
     actual = await benches[2].call(Bench.critic, TIMEOUT_S, frozen | layout)
-    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
-    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
-    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
+    same_steps(actual, wanted)
     source = load_file(reward_folder / "model.safetensors")
     for name, weights in actual["weights"].items():
         before = source.get(name.replace("body.", "model."))
@@ -190,10 +193,7 @@ async def test_adapters_are_the_same_in_pieces(benches: dict[int, RankGroup], ki
     lora: dict[str, Any] = {"lora": LoraConfig(rank=4)}
     wanted = await benches[1].call(getattr(Bench, kind), TIMEOUT_S, lora)
     actual = await benches[2].call(getattr(Bench, kind), TIMEOUT_S, lora | ACCUMULATED | BY_LAYERS)
-    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
-    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
-    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
-    assert furthest(actual["after"], wanted["after"]) < 1e-4
+    same_steps(actual, wanted)
 
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [(False, 1), (True, 2)])

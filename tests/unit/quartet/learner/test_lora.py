@@ -38,6 +38,13 @@ def make_trainer(folder: Path, **options: Any) -> PolicyTrainer:
     return PolicyTrainer(config, PPO(), Distribution(0.7))
 
 
+def draw_adapters(trainer: PolicyTrainer) -> None:
+    """Gives all that is trained random weights: fresh adapters change nothing."""
+    for parameter in trainer._learner.module.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+
+
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen2", False)])
 def test_fresh_adapters_change_neither_names_nor_weights(tmp_path: Path, kind: Any, tied: bool) -> None:
     folder = make_policy(tmp_path / "policy", kind=kind, tied=tied)
@@ -83,9 +90,7 @@ def test_what_is_pushed_needs_no_factor(policy_folder: Path) -> None:
     lora = LoraConfig(rank=3, alpha=7.5)
     config = PolicyConfig(model=str(policy_folder), optimizer=OptimizerConfig(learning_rate=1e-2), lora=lora)
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=5), Distribution(), adapters=True)
-    for parameter in trainer._learner.module.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
+    draw_adapters(trainer)
     sent = dict(trainer.sending._weights())
     assert not any(tensor.requires_grad for name, tensor in sent.items() if ".lora_B" in name)
     source = load_causal(str(policy_folder), "float32").state_dict()
@@ -147,9 +152,7 @@ def test_the_adapters_that_are_saved_beside_the_model_compute_as_it_with_peft(
 ) -> None:
     folder = FAMILIES[family].make(tmp_path / family)
     trainer = make_trainer(folder, lora=LORA.model_copy(update={"target_modules": targets}))
-    for parameter in trainer._learner.module.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
+    draw_adapters(trainer)
     saved = Path(trainer.snapshots.save(str(tmp_path / "saved")))
     whole = AutoModelForCausalLM.from_pretrained(saved)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), saved / "adapters")
@@ -186,9 +189,7 @@ def test_adapters_with_a_head_of_their_own_or_of_experts_are_saved_merged_only(
 
 def test_what_is_saved_and_sent_computes_as_the_adapted_model(policy_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(policy_folder, lora=LORA)
-    for parameter in trainer._learner.module.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
+    draw_adapters(trainer)
     expected = logprob_rows(trainer, arrays(PROMPTS), arrays(RESPONSES))
     assert furthest(expected, logprob_rows(make_trainer(policy_folder), arrays(PROMPTS), arrays(RESPONSES))) > 0.1
     again = make_trainer(Path(trainer.snapshots.save(str(tmp_path / "saved"))))
