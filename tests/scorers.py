@@ -234,14 +234,12 @@ def _after(pair: Pair) -> float | None:
 
 async def waits(pairs: Sequence[Pair]) -> list[float]:
     """Words of the response, of one pair at a time; waits until as many calls as the label says are in progress, for
-    ever where it says `hangs`. Blocks the event loop where it says `blocks`, keeps memory where it says `leaks`."""
+    ever where it says `hangs`. Keeps memory where it says `leaks`."""
     [pair] = pairs
     HELD.append(bytearray())
     match pair.label:
         case "hangs":
             await asyncio.Event().wait()
-        case "blocks":
-            threading.Event().wait()
         case "raises":
             raise ValueError("the password is 1234")
         case "leaks":

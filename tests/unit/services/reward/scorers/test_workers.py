@@ -112,11 +112,6 @@ async def test_a_coroutine_function_has_all_pairs_at_once_each_with_its_time() -
     assert "1234" not in str(results[3])
 
 
-async def test_a_coroutine_function_that_blocks_its_loop_is_killed() -> None:
-    call = await called(batcher(scorer("waits", pair_timeout_s=1.0)), "", "blocks", "")
-    assert call.told == [1.0, "TIMEOUT", 1.0]
-
-
 async def test_a_function_sees_what_it_asks_for_of_the_environment_and_no_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
