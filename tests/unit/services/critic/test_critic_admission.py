@@ -101,23 +101,7 @@ def train(step: int, count: int) -> pb.TrainRequest:
     )
 
 
-async def test_values_are_computed_in_passes_between_which_training_has_its_turn() -> None:
-    critic = make()
-    critic._critic.gate.clear()
-    asked = asyncio.create_task(values(critic, 12))
-    await computing(critic, 1)
-    training = asyncio.create_task(critic.Train(train(1, 2), Context()))
-    await until(lambda: critic._critic.steps == [1])
-    await settled()
-    assert not training.done()
-    assert critic._critic.last_step == 0
-    critic._critic.gate.set()
-    await training
-    assert await asked == [0.0] * 4 + [1.0] * 8
-    assert critic._critic.passes == [4, 4, 4]
-
-
-async def test_values_asked_for_while_the_critic_trains_are_given_and_say_by_which_step() -> None:
+async def test_values_are_computed_in_passes_between_which_training_has_its_turn_and_say_by_which_step() -> None:
     """Four rows fit into a pass; the step is trained after the first one."""
     critic = make()
     critic._critic.gate.clear()
@@ -125,9 +109,12 @@ async def test_values_asked_for_while_the_critic_trains_are_given_and_say_by_whi
     await computing(critic, 1)
     training = asyncio.create_task(critic.Train(train(1, 2), Context()))
     await until(lambda: critic._critic.steps == [1])
+    await settled()
+    assert (training.done(), critic._critic.last_step) == (False, 0)
     critic._critic.gate.set()
     await training
     assert await asked == [0.0] * 4 + [1.0] * 8
+    assert critic._critic.passes == [4, 4, 4]
     assert await values(critic, 2, min_step=1) == [1.0, 1.0]
     with pytest.raises(FailedPrecondition, match="min_step: 2 asked"):
         await values(critic, 2, min_step=2)
