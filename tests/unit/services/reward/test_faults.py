@@ -5,16 +5,15 @@ import asyncio
 import math
 import random
 import re
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from aiohttp import web
 from ray.exceptions import ActorDiedError
 
 from protos import reward_pb2 as pb
@@ -24,6 +23,7 @@ from quartet.wire.outcomes import Outcome
 from tests.http_requests import ask
 from tests.unit.contexts import Context
 from tests.unit.handles import Response
+from tests.unit.openai_endpoint import Asked, Reply, chat, serving
 from tests.unit.reward_door import Handle, Scorers, replicas, reward_door
 
 PAIR_S = 5.0
@@ -63,31 +63,14 @@ async def _dead() -> None:
     raise ActorDiedError
 
 
-async def _judge(request: web.Request) -> web.Response:
-    """An endpoint whose answer is late, is none, or is a score."""
-    said = (await request.json())["messages"][-1]["content"]
+def _judge(asked: Asked) -> Reply:
+    """An endpoint's answer that is late, is none, or is a score."""
+    said = asked.body["messages"][-1]["content"]
     if "slow" in said:
-        await asyncio.sleep(3 * PAIR_S)
+        time.sleep(3 * PAIR_S)
     if "garbage" in said:
-        return web.Response(text="<html>proxy error</html>", content_type="text/html")
-    message = {"role": "assistant", "content": "Score: 7"}
-    return web.json_response({"choices": [{"message": message}]})
-
-
-@asynccontextmanager
-async def endpoint() -> AsyncIterator[str]:
-    """The address of a judge."""
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", _judge)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    [(_, port)] = [socket.getsockname()[:2] for socket in site._server.sockets]  # type: ignore[union-attr]
-    try:
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        await runner.cleanup()
+        return Reply(b"<html>proxy error</html>", headers={"content-type": "text/html"})
+    return chat("Score: 7")
 
 
 def calls(count: int, every: int) -> list[tuple[str, list[str]]]:
@@ -168,7 +151,7 @@ COUNTS = [(160, 20), pytest.param(100_000, 100, marks=[pytest.mark.exhaustive, p
 @pytest.mark.parametrize(("count", "every"), COUNTS)
 async def test_no_door_gives_a_number_for_a_pair_without_a_score(count: int, every: int, policy_folder: Path) -> None:
     waiting, told = iter(enumerate(calls(count, every))), Counter[str]()
-    async with endpoint() as url:
+    with serving(_judge) as (url, _):
         rules = {"kind": "function", "function": "tests.faulty:score", "pair_timeout_s": PAIR_S, "workers": 4}
         judge = {"kind": "judge", "url": url, "model": "judge", "rubric": "Score it.", "pair_timeout_s": PAIR_S}
         scorers = replicas({"rules": rules, "judge": judge}, str(policy_folder), make=None, handle=Mortal)

@@ -67,6 +67,10 @@ def request(path: str, body: bytes = b"", **headers: str) -> Request:
     return Request(scope, receive)
 
 
+def made(completions: Completions, sessions: LocalSessions | None = None, health: Any = well) -> Door:
+    return Door(completions, health, sessions or LocalSessions(), numbers, Desk(LimitsConfig()))
+
+
 @pytest.mark.parametrize(
     ("headers", "share"),
     [
@@ -91,9 +95,7 @@ async def test_a_request_waits_in_its_callers_share_and_never_as_training(
     headers: dict[str, str], share: Share
 ) -> None:
     completions = Completions()
-    got = await Door(completions, well, LocalSessions(), numbers, Desk(LimitsConfig())).answer(
-        request("/v1/completions", b"{}", **headers)
-    )
+    got = await made(completions).answer(request("/v1/completions", b"{}", **headers))
     assert got.status_code == 200
     assert completions.asked == [("/v1/completions", b"{}", share)]
 
@@ -107,17 +109,13 @@ async def test_a_request_waits_in_its_callers_share_and_never_as_training(
     ],
 )
 async def test_errors_are_answers(error: Exception, status: int, message: str) -> None:
-    got = await Door(Completions(error), well, LocalSessions(), numbers, Desk(LimitsConfig())).answer(
-        request("/v1/chat/completions")
-    )
+    got = await made(Completions(error)).answer(request("/v1/chat/completions"))
     assert (got.status_code, json.loads(bytes(got.body))["error"]["message"]) == (status, message)
 
 
 async def test_health_is_the_replicas() -> None:
-    assert (
-        await Door(Completions(), well, LocalSessions(), numbers, Desk(LimitsConfig())).answer(request("/health"))
-    ).status_code == 200
-    got = await Door(Completions(), ill, LocalSessions(), numbers, Desk(LimitsConfig())).answer(request("/health"))
+    assert (await made(Completions()).answer(request("/health"))).status_code == 200
+    got = await made(Completions(), health=ill).answer(request("/health"))
     assert got.status_code == 503
     assert b"/home/me" not in bytes(got.body)
 
@@ -126,7 +124,7 @@ SESSION = f"session-{'a' * 32}"
 
 
 def door_of(completions: Completions, sessions: LocalSessions | None = None) -> Any:
-    door = Door(completions, well, sessions or LocalSessions(), numbers, Desk(LimitsConfig()))
+    door = made(completions, sessions)
 
     async def asked(path: str, body: Any, name: str = "me", session: str = SESSION, **more: str) -> tuple[int, Any]:
         headers = {"quartet_identity": name, "quartet_role": "sampler", "quartet_session": session} | more
@@ -251,7 +249,7 @@ async def test_requests_about_sessions_that_are_wrong(path: str, body: Any, stat
 
 
 async def test_the_numbers_of_all_replicas_are_told_for_prometheus() -> None:
-    door = Door(Completions(), well, LocalSessions(), numbers, Desk(LimitsConfig()))
+    door = made(Completions())
     for path in ("/health", "/v1/models", "/v1/models", "/rl/end_session"):
         await door.answer(request(path, b"{}"))
     got = await door.answer(request("/metrics"))
