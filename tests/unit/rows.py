@@ -7,6 +7,10 @@ import numpy as np
 from quartet.wire.codec import Bools, Floats, Ints
 
 
+def ids(*tokens: int) -> Ints:
+    return np.asarray(tokens, np.int32)
+
+
 def pairs(count: int, seed: int = 7) -> tuple[list[Ints], list[Ints]]:
     """Prompts of 1 to 9 tokens and responses of 1 to 24, over 60 words."""
     draw = np.random.default_rng(seed)

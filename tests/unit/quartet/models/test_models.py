@@ -1,7 +1,6 @@
 """Forward passes over padded pairs against one sequence at a time."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,10 @@ from tests import plain
 from tests.families import FAMILIES
 from tests.models import EOS, MAX_LENGTH, PAD, ROWS, make_policy, make_tokenizer
 from tests.response_logits import response_logits
+from tests.unit.naive import arrays
 
 PROMPTS = [[1, 5, 6, 7], [1, 8], [9]]
 RESPONSES = [[10, EOS], [11, PAD, 12, PAD], [PAD]]
-
-
-def arrays(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    return [np.asarray(row, np.int32) for row in rows]
 
 
 @pytest.fixture

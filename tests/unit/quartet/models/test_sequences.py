@@ -18,10 +18,7 @@ from quartet.models.sequences import (
     pad_pairs,
     pad_rows,
 )
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.asarray(values, np.int32)
+from tests.unit.rows import ids
 
 
 def test_pairs_are_padded_left_and_right_of_one_column() -> None:

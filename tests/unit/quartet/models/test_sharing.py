@@ -24,6 +24,7 @@ from quartet.wire.codec import Ints
 from tests.double import Double
 from tests.families import FAMILIES
 from tests.models import WORDS
+from tests.unit.rows import ids
 
 ALWAYS = ("gpt2", "llama3", "qwen3-moe")
 NAMES = [
@@ -32,10 +33,6 @@ NAMES = [
     if family.packs
 ]
 DISTRIBUTION = Distribution(0.7, min_new_tokens=2, end_ids=(2,))
-
-
-def ids(*values: int) -> Ints:
-    return np.asarray(values, np.int32)
 
 
 def grouped(seed: int, groups: int = 4, longest: int = 12) -> tuple[list[Ints], list[Ints]]:

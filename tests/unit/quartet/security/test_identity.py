@@ -5,7 +5,8 @@ from typing import Any
 from ray.serve.grpc_util import RayServegRPCContext
 
 from quartet.security.identity import ANONYMOUS, Caller, caller_of, without_identity
-from quartet.serving.share import share_of
+from quartet.serving.share import UNKNOWN, Share, share_of
+from quartet.wire.callers import LONGEST_NAME, Purpose, declared
 
 
 class Context:
@@ -48,6 +49,22 @@ def test_runs_of_one_identity_wait_in_one_queue_and_have_each_its_name() -> None
     first, second = (share_of(Context(*caller.metadata, ("quartet-run", name))) for name in ("first", "second"))
     assert first == second
     assert (first.name, first.run, second.run) == ("alice", "first", "second")
+
+
+def test_a_caller_has_the_share_that_it_declares() -> None:
+    assert share_of(Context(*declared("demo", Purpose.EVALUATION))) == Share("demo", Purpose.EVALUATION)
+    assert share_of(Context()) == UNKNOWN
+    assert share_of(Context(("quartet-run", "x" * 1000))).name == "x" * LONGEST_NAME
+    assert share_of(Context(("quartet-run", "a\nERROR b\x1b[2J"))).name == r"'a\nERROR b\x1b[2J'", (
+        "logs show the name"
+    )
+
+
+def test_an_identity_goes_before_what_is_declared() -> None:
+    trainer, judge = Caller("anna", "trainer"), Caller("bert", "judge-client")
+    for caller, expected in ((trainer, Purpose.TRAINING), (judge, Purpose.FOREIGN)):
+        context = Context(*caller.metadata, *declared("demo", Purpose.TRAINING))
+        assert share_of(context) == Share(caller.name, expected)
 
 
 def test_what_only_the_proxy_may_say_is_taken_from_a_caller() -> None:

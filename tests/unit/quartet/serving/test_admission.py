@@ -6,10 +6,9 @@ import pytest
 
 from quartet.config.base import ConfigError
 from quartet.config.limits import LimitsConfig
-from quartet.security.identity import Caller
 from quartet.serving.admission import Admission
-from quartet.serving.share import UNKNOWN, Share, share_of
-from quartet.wire.callers import LONGEST_NAME, Purpose, declared
+from quartet.serving.share import Share
+from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted
 from services.critic.replica import Critic
 from services.reference.replica import Reference
@@ -103,27 +102,3 @@ def test_limits_that_no_call_could_meet_are_refused() -> None:
         LimitsConfig.parse({"max_waiting_rows": 4096}, "reward.args.limits")
     with pytest.raises(ConfigError, match=r"max_call_tokens: 4194304; should be at most 4000000"):
         LimitsConfig.parse({"max_waiting_tokens": 8_000_000}, "reward.args.limits")
-
-
-class Context:
-    def __init__(self, *metadata: tuple[str, str]) -> None:
-        self._metadata = metadata
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._metadata
-
-
-def test_a_caller_has_the_share_that_it_declares() -> None:
-    assert share_of(Context(*declared("demo", Purpose.EVALUATION))) == Share("demo", Purpose.EVALUATION)
-    assert share_of(Context()) == UNKNOWN
-    assert share_of(Context(("quartet-run", "x" * 1000))).name == "x" * LONGEST_NAME
-    assert share_of(Context(("quartet-run", "a\nERROR b\x1b[2J"))).name == r"'a\nERROR b\x1b[2J'", (
-        "logs show the name"
-    )
-
-
-def test_an_identity_goes_before_what_is_declared() -> None:
-    trainer, judge = Caller("anna", "trainer"), Caller("bert", "judge-client")
-    for caller, expected in ((trainer, Purpose.TRAINING), (judge, Purpose.FOREIGN)):
-        context = Context(*caller.metadata, *declared("demo", Purpose.TRAINING))
-        assert share_of(context) == Share(caller.name, expected)

@@ -29,10 +29,6 @@ def refused(message: str) -> Any:
     return pytest.raises(InvalidArgument, match=re.escape(message))
 
 
-def ids(*values: int) -> Any:
-    return np.asarray(values, np.int32)
-
-
 def sequences(token_ids: list[int], lengths: list[int]) -> common_pb2.Sequences:
     return common_pb2.Sequences(token_ids=pack_ints(token_ids), lengths=pack_ints(lengths))
 

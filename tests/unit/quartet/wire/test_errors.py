@@ -16,7 +16,9 @@ from quartet.wire.errors import (
     FailedPrecondition,
     Internal,
     InvalidArgument,
+    LeaseLost,
     NotFound,
+    OffTimeline,
     ResourceExhausted,
     ServiceError,
     TooLarge,
@@ -170,3 +172,16 @@ def test_a_call_that_its_server_cancelled_may_be_repeated() -> None:
     error = from_rpc(FakeRpcError(grpc.StatusCode.CANCELLED, "Client for request 7 disconnected."), "critic.Train")
     assert type(error) is Unavailable
     assert str(error) == "critic.Train: the proxy or the replica was ending and cancelled the call"
+
+
+@pytest.mark.parametrize(
+    ("details", "kind"),
+    [
+        ("timeline: a holds version 7 of an abandoned timeline (3)", OffTimeline),
+        ("lease: run a no longer holds this service", LeaseLost),
+        ("min_version: 8 asked, but a serves 7", FailedPrecondition),
+    ],
+)
+def test_an_abandoned_past_a_lost_lease_and_mere_age_are_told_apart(details: str, kind: type[Exception]) -> None:
+    error = from_rpc(FakeRpcError(grpc.StatusCode.FAILED_PRECONDITION, details), "rollout.Generate")
+    assert (type(error), str(error)) == (kind, f"rollout.Generate: {details}")

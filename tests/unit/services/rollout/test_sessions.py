@@ -14,12 +14,9 @@ from services.rollout.session_terms import KEPT_S, Terms
 from services.rollout.session_trajectory import as_json, columns_of_session, trajectories_of
 from services.rollout.sessions import MOST_TURNS, NOTHING, Sessions
 from tests.unit.fake_clock import Clock
+from tests.unit.rows import ids
 
 ME, S = "me", "session-1"
-
-
-def ids(*tokens: int) -> Any:
-    return np.asarray(tokens, np.int32)
 
 
 def sampled(*tokens: int, version: int = 7) -> Segment:
