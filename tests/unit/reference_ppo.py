@@ -57,15 +57,6 @@ def variance(rows: Rows) -> float:
     return math.fsum((x - centre) ** 2 for x in flat(rows)) / (len(flat(rows)) - 1)
 
 
-def probabilities(logits: list[float], temperature: float) -> list[float]:
-    weights = [math.exp(z / temperature) for z in logits]
-    return [w / math.fsum(weights) for w in weights]
-
-
-def entropy(logits: list[float], temperature: float) -> float:
-    return -math.fsum(p * math.log(p) for p in probabilities(logits, temperature))
-
-
 def clip(x: float, low: float, high: float) -> float:
     if x < low:
         return low

@@ -83,13 +83,6 @@ async def test_a_checkpoint_is_told_of_the_step_that_it_holds(critic: Any) -> No
     assert await checkpoint(critic, "Take", "critic") == 0
 
 
-async def test_another_batch_under_a_trained_step_is_refused(critic: Any) -> None:
-    first = await train(critic, 1)
-    with pytest.raises(FailedPrecondition, match="step: 1 was trained on another batch"):
-        await train(critic, 1, returns=2)
-    assert await train(critic, 1) == first
-
-
 async def test_a_critic_that_is_replaced_lets_no_older_run_restore(
     critic: Any, reward_folder: Path, root: Path
 ) -> None:

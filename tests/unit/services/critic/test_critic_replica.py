@@ -130,12 +130,6 @@ async def test_a_staged_batch_is_checked_as_one_in_a_message_is(critic: Any) -> 
         await critic.Train(both, Context())
 
 
-async def test_it_is_unhealthy_once_its_ranks_are_gone(critic: Any) -> None:
-    critic._critic.stop()
-    with pytest.raises(RanksLost, match="critic: stopped"):
-        await critic.check_health()
-
-
 async def test_from_a_checkpoint_it_trains_on_as_if_nothing_had_happened(critic: Any, root: Path) -> None:
     await train(critic, 1)
     assert await checkpoint(critic, "Take", "critic", last_step=1) == 1
@@ -211,8 +205,10 @@ async def test_a_caller_that_goes_away_does_not_stop_a_restoration(critic: Any, 
     await critic.check_health()
 
 
-async def test_ranks_that_are_gone_for_good_are_worth_a_repetition(critic: Any) -> None:
+async def test_ranks_that_are_gone_for_good_are_worth_a_repetition_and_are_unhealthy(critic: Any) -> None:
     critic._critic.stop()
+    with pytest.raises(RanksLost, match="critic: stopped"):
+        await critic.check_health()
     for call in (values(critic), claim(critic, NEWER)):
         with pytest.raises(Unavailable, match="critic: stopped; its replica will be replaced"):
             await call

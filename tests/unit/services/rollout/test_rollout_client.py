@@ -118,14 +118,6 @@ async def test_a_failure_after_the_last_sample_costs_nothing() -> None:
         check(await collect(channel))
 
 
-async def test_replicas_with_old_weights_are_waited_for() -> None:
-    old = grpc.StatusCode.FAILED_PRECONDITION
-    replica = FakeReplica([[old], [old], [[0, 1, 2, 3]]])
-    async with replica.serve() as channel:
-        check(await collect(channel))
-    assert len(replica.requests) == 3
-
-
 @pytest.mark.parametrize(
     ("code", "kind"),
     [(grpc.StatusCode.FAILED_PRECONDITION, FailedPrecondition), (grpc.StatusCode.UNAVAILABLE, Unavailable)],

@@ -14,17 +14,11 @@ from quartet.weight_transfer.meeting import find_store, open_store
 from quartet.weight_transfer.memory.buckets import Buckets, checksum, digest
 from quartet.weight_transfer.sender import GroupSender, make_sender
 from tests.unit.quartet.weight_transfer.groups.test_shared_staging import Replica
+from tests.unit.quartet.weight_transfer.memory.test_shared_memory import MANIFEST, TENSORS
 from tests.users import NEEDS, possible, users
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 3.0
-TENSORS = {
-    "embed": torch.arange(1000, dtype=torch.float32).view(10, 100),
-    "odd": torch.tensor([3], dtype=torch.uint8),
-    "head": torch.linspace(-1, 1, 7, dtype=torch.float64),
-    "half": torch.linspace(0, 1, 33).to(torch.bfloat16),
-}
-MANIFEST = Manifest.of(TENSORS, bucket_bytes=1024)  # 4000 bytes alone, then 1 + 56 + 66
 
 
 def listening() -> dict[int, str]:
@@ -37,6 +31,7 @@ def test_the_store_listens_nowhere_on_loopback_and_else_on_its_host_only() -> No
     sender = make_sender("gloo", MANIFEST, host=HOST, stall_s=TIMEOUT_S)
     assert sender.rendezvous() == sender.rendezvous()
     assert sender.rendezvous() not in listening()
+    sender.close()
     store, port = open_store("0.0.0.0", TIMEOUT_S)
     assert listening()[port] == "0.0.0.0"
     find_store("0.0.0.0", port, TIMEOUT_S).set("key", b"value")
