@@ -15,6 +15,7 @@ from quartet.security.http_routes import ROUTES
 from quartet.security.identity import ANONYMOUS, Role
 
 _NAME_FORM = "a name of letters, digits and ._-, of at most 64"
+_RESERVED = f"{ANONYMOUS.name}: the name is for callers without credentials; choose another"
 Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", _NAME_FORM)]
 Uri = Annotated[str, matching(r"[A-Za-z][A-Za-z0-9+.-]*:.+", "a URI, such as spiffe://corp/pager")]
 Sha256 = Annotated[str, matching(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexadecimal digits")]
@@ -148,7 +149,7 @@ class AccessPolicy(Config):
 
     def _problems(self) -> Iterator[str]:
         if ANONYMOUS.name in self.identities:
-            yield f"identities.{ANONYMOUS.name}: the name is for callers without credentials; choose another"
+            yield f"identities.{_RESERVED}"
         for field in ("tokens", "certificates"):
             given = [proof for identity in self.identities.values() for proof in getattr(identity, field)]
             if len(set(given)) < len(given):
@@ -200,6 +201,8 @@ def _check_own(file: Path, where: str) -> None:
 
 def check_name(name: str) -> None:
     """Raises ConfigError unless an identity may have this name."""
+    if name == ANONYMOUS.name:
+        raise ConfigError(_RESERVED)
     try:
         TypeAdapter(Name).validate_python(name)
     except ValidationError:
