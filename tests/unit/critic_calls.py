@@ -55,25 +55,16 @@ async def claim(critic: Any, lease: common_pb2.Lease, **claim: Any) -> common_pb
 PAIRS = trajectories.of(PROMPTS, RESPONSES).pack()
 
 
-def batch(returns: float = 1) -> Columns:
-    """Values of 1, and these returns."""
-    numbers = {"values": np.ones(TOKENS, np.float32), "returns": np.full(TOKENS, returns, np.float32)}
-    return trajectories.of(PROMPTS, RESPONSES, **numbers)
+def batch() -> Columns:
+    """Values and returns of 1."""
+    ones = np.ones(TOKENS, np.float32)
+    return trajectories.of(PROMPTS, RESPONSES, values=ones, returns=ones)
 
 
 async def train(
-    critic: Any, step: int, last_step: int | None = None, *, lease: common_pb2.Lease = OURS, returns: float = 1
+    critic: Any, step: int, last_step: int | None = None, *, lease: common_pb2.Lease = OURS
 ) -> dict[str, float]:
-    request = pb.TrainRequest(
-        step=step,
-        batch=batch(returns).pack(),
-        last_step=last_step,
-        epochs=1,
-        minibatch_size=2,
-        seed=step,
-        lease=lease,
-    )
-    return unpack_metrics((await critic.Train(request, Context())).metrics)
+    return await _trained(critic, step, lease, batch=batch().pack(), last_step=last_step)
 
 
 async def stage(critic: Any, step: int, lease: common_pb2.Lease = OURS) -> None:
@@ -84,7 +75,11 @@ async def stage(critic: Any, step: int, lease: common_pb2.Lease = OURS) -> None:
 
 
 async def train_staged(critic: Any, step: int, lease: common_pb2.Lease = OURS) -> dict[str, float]:
-    request = pb.TrainRequest(step=step, staged=len(PROMPTS), epochs=1, minibatch_size=2, seed=step, lease=lease)
+    return await _trained(critic, step, lease, staged=len(PROMPTS))
+
+
+async def _trained(critic: Any, step: int, lease: common_pb2.Lease, **asked: Any) -> dict[str, float]:
+    request = pb.TrainRequest(step=step, epochs=1, minibatch_size=2, seed=step, lease=lease, **asked)
     return unpack_metrics((await critic.Train(request, Context())).metrics)
 
 

@@ -45,9 +45,7 @@ class Bench:
         self._policy, self._reward, self._ranks = str(policy), str(reward), ranks
         trained.GROUP_ELEMENTS = GROUP  # type: ignore[attr-defined]
 
-    def policy(
-        self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False, shared: bool = False
-    ) -> Result:
+    def policy(self, layout: dict[str, Any], size: int = 5, marked: bool = False, shared: bool = False) -> Result:
         """Five steps on 21 samples in minibatches of 5, the last of 1: their numbers, and what came of them. If
         `marked`, on some of their tokens; if `shared`, of responses of which each seven have one prompt."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
@@ -55,7 +53,7 @@ class Bench:
             epochs=1, minibatch_size=size, entropy_coef=0.01, kl=KLConfig(placement="loss", estimator="k3")
         )
         trainer = PolicyTrainer(config, algorithm, Distribution(0.7), self._ranks)
-        prompts, responses = (grouped if shared else pairs)(samples)
+        prompts, responses = (grouped if shared else pairs)(21)
         old = logprob_rows(trainer, prompts, responses)
         batch = PolicyBatch(
             prompts=prompts,
@@ -92,12 +90,10 @@ class Bench:
         )
         return before, trainer.trained_logprobs()
 
-    def critic(
-        self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False, shared: bool = False
-    ) -> Result:
+    def critic(self, layout: dict[str, Any], size: int = 5, marked: bool = False, shared: bool = False) -> Result:
         """The same with the critic and its values."""
         trainer = CriticTrainer(CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout), self._ranks)
-        prompts, responses = (grouped if shared else pairs)(samples)
+        prompts, responses = (grouped if shared else pairs)(21)
         before = value_rows(trainer, prompts, responses)
         trained = marks(responses) if marked else None
         batch = CriticBatch(prompts, responses, values=before, returns=noise(responses, 4), trained=trained)

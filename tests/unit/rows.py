@@ -21,10 +21,10 @@ def pairs(count: int, seed: int = 7) -> tuple[list[Ints], list[Ints]]:
     return rows(9), rows(24)
 
 
-def grouped(count: int, size: int = 7, prompt: int = 30) -> tuple[list[Ints], list[Ints]]:
-    """Responses of `pairs`, of which each `size` that follow each other have one prompt of so many tokens."""
+def grouped(count: int, size: int = 7) -> tuple[list[Ints], list[Ints]]:
+    """Responses of `pairs`, of which each `size` that follow each other have one prompt of 30 tokens."""
     draw = np.random.default_rng(11)
-    prompts = [draw.integers(4, 64, prompt).astype(np.int32) for _ in range(-(-count // size))]
+    prompts = [draw.integers(4, 64, 30).astype(np.int32) for _ in range(-(-count // size))]
     return [prompts[i // size].copy() for i in range(count)], pairs(count)[1]
 
 

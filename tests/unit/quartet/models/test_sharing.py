@@ -35,12 +35,12 @@ NAMES = [
 DISTRIBUTION = Distribution(0.7, min_new_tokens=2, end_ids=(2,))
 
 
-def grouped(seed: int, groups: int = 4, longest: int = 12) -> tuple[list[Ints], list[Ints]]:
-    """Groups of one to five responses of 1 to `longest` tokens behind a prompt of so many, in any order."""
+def grouped(seed: int, groups: int = 4) -> tuple[list[Ints], list[Ints]]:
+    """Groups of one to five responses of 1 to 12 tokens behind a prompt of so many, in any order."""
     draw = np.random.default_rng(seed)
 
     def tokens() -> Ints:
-        return draw.integers(0, len(WORDS), draw.integers(1, longest + 1)).astype(np.int32)
+        return draw.integers(0, len(WORDS), draw.integers(1, 13)).astype(np.int32)
 
     prompts = [tokens() for _ in range(groups)]
     pairs = [(prompt.copy(), tokens()) for prompt in prompts for _ in range(int(draw.integers(1, 6)))]

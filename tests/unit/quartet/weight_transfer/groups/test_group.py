@@ -363,9 +363,9 @@ def test_what_was_aborted_is_neither_used_nor_aborted_again() -> None:
 class Pair:
     """A sender and a receiver as with NCCL: weights and model on a device, and a wire that reads and writes there."""
 
-    def __init__(self, *, on_gpu: bool, bucket_bytes: int = 16) -> None:
+    def __init__(self, *, on_gpu: bool) -> None:
         self.weights = {f"w{i}": torch.full((4,), float(i), device=DEVICE) for i in range(5)}
-        self.manifest = Manifest.of(self.weights, bucket_bytes)
+        self.manifest = Manifest.of(self.weights, bucket_bytes=16)
         self.sender = GroupSender(self.manifest, CARRIED, host=HOST, stall_s=60, device=DEVICE, on_gpu=on_gpu)
         self.receiver = GroupReceiver(DEVICE, lambda backend, host, device, stall_s: CARRIED)
         joining = Joining("nccl", [[HOST, self.sender.rendezvous()]], 1, 2, 1, 60, on_gpu=on_gpu)

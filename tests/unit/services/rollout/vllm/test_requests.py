@@ -147,11 +147,11 @@ async def test_only_responses_under_way_are_ended() -> None:
     assert script.ended == [name]
 
 
-def state(seed: int | None, begun: int | None, tokens: int = 0) -> Any:
+def state(seed: int | None, begun: int | None) -> Any:
     """A request of vLLM's model runner."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     params = SimpleNamespace(seed=seed, extra_args=None if begun is None else {BEGUN_KEY: begun})
-    return SimpleNamespace(sampling_params=params, generator=generator, output_token_ids=[1] * tokens)
+    return SimpleNamespace(sampling_params=params, generator=generator, output_token_ids=[])
 
 
 def drawn(generator: torch.Generator, count: int) -> list[int]:
