@@ -135,7 +135,7 @@ def rollout_config(deployment: Deployment, model: str) -> RolloutConfig:
     """The deployed rollout service's configuration with another model, to which nothing is pushed. ConfigError if the
     model does not exist."""
     args = mapping(_rollout(deployment).get("args"), "applications.rollout.args")
-    return RolloutConfig.parse({**args, "model": model, "adapters": None}, "--model: rollout")
+    return RolloutConfig.parse({**args, "model": model, "adapters": None, "adapter_versions": 1}, "--model: rollout")
 
 
 def _rollout(deployment: Deployment) -> dict[str, Any]:

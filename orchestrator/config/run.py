@@ -174,6 +174,12 @@ class OrchestratorConfig(Config):
         return self.policy.lora if self.weights.adapters else None
 
     @property
+    def adapter_versions(self) -> int:
+        """Versions of adapters that replicas keep: those of all samples that the bound of staleness allows, where
+        each is finished with those with which it began."""
+        return 1 + self.loop.max_staleness if self.weights.in_flight == "finish" else 1
+
+    @property
     def longest_response(self) -> int:
         """Most tokens after a prompt: of one response, or of a whole conversation."""
         response = self.sampling.max_new_tokens
@@ -269,6 +275,13 @@ class OrchestratorConfig(Config):
             )
         if self.weights.adapters and self.policy.lora is None:
             yield "weights.adapters: true, but policy.lora is null, so that all weights are trained; leave it out"
+        if self.weights.in_flight == "finish" and not self.weights.adapters:
+            yield (
+                "weights.in_flight: finish is for pushes of adapters alone, of which engines keep several versions; "
+                "set weights.adapters to true, or take wait"
+            )
+        if self.weights.in_flight == "finish" and not self.loop.max_staleness:
+            yield "weights.in_flight: finish is for sampling ahead, and loop.max_staleness is 0; leave it out"
         senders = self.weights.senders
         if senders > self.policy.ranks:
             yield f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})"

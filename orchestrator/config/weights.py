@@ -17,11 +17,12 @@ class WeightsConfig(Config):
     copy of the weights there, so auto does not choose it."""
     bucket_mib: Count = 64
     """Size, in MiB, of the packed buckets in which weights are sent."""
-    in_flight: Literal["keep", "keep-cache", "wait", "abort"] = "keep"
+    in_flight: Literal["keep", "keep-cache", "wait", "abort", "finish"] = "keep"
     """Treatment of requests in the engine during a push. keep: they pause and resume under the new weights with the
     KV cache recomputed; keep-cache: with the KV cache that they have, which requests that come later do not share;
     wait: they finish first, within timeout_s, or the push fails; abort: they end, and go on from their tokens at any
-    replica. docs/weights.md says when to choose which."""
+    replica; finish: they finish with the adapters that they began with, beside later ones with the new, which needs
+    `adapters`. docs/weights.md says when to choose which."""
     stage: Literal["host", "gpu"] = "host"
     """Memory in which a push by NCCL keeps the learner's copy of the weights, and those that replicas have received
     until the commit. host: pinned host memory, with room for all weights once for each replica. gpu: the GPUs' own,

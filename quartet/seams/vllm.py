@@ -28,8 +28,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.v1.engine import logprobs
 
 VERSIONS = "==0.32.*"
-ADAPTERS = LoRARequest("policy", 1, "pushed")
-"""Named by requests that are computed with the adapters of the last push. No file holds them."""
+
+
+def adapters_at(place: int) -> LoRARequest:
+    """Names, for a request, the adapters that a push brought to one of a worker's places. No file holds them."""
+    return LoRARequest(f"policy-{place}", 1 + place, "pushed")
 
 
 def register_engine(name: str, module: str, kind: str) -> None:
@@ -131,6 +134,13 @@ def spans_so_far(llm: Any, name: str) -> Any:
     return processor.request_states[internal]._weight_version_spans()
 
 
+def waits(llm: Any, name: str) -> bool:
+    """True if a request is in the engine and none of its tokens has come; the name is that of `spans_so_far`."""
+    processor = llm.output_processor
+    internal = processor.external_req_ids.get(name)
+    return bool(internal) and not processor.request_states[internal[0]]._weight_version_spans()
+
+
 def replace_requests(runner: Any, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Replaces the requests of vLLM's older model runner; the newer one has none, and keeps what it has."""
     if hasattr(runner, "requests"):
@@ -143,30 +153,31 @@ def keep_adapters(runner: Any) -> None:
     runner.reset_lora_state = lambda: None
 
 
-def load_adapters(runner: Any, tensors: Mapping[str, torch.Tensor], rank: int) -> list[str]:
-    """Puts adapters in the place of those that a worker computes with for requests with ADAPTERS.
+def load_adapters(runner: Any, tensors: Mapping[str, torch.Tensor], rank: int, place: int) -> list[str]:
+    """Puts adapters in one of a worker's places, for those that it has there.
 
     Args:
         runner: the worker's model runner.
         tensors: each A and B, as `scaled` (quartet/learner/lora.py) gives them.
         rank: the rank of each adapter.
+        place: the place, by which `adapters_at` names them.
 
     Returns:
         The layers among them that have no place for an adapter.
     """
-    manager = runner.lora_manager._adapter_manager
+    manager, number = runner.lora_manager._adapter_manager, adapters_at(place).lora_int_id
     names = getattr(manager.model, "hf_to_vllm_mapper", None)
     adapters = LoRAModel.from_lora_tensors(
-        ADAPTERS.lora_int_id,
+        number,
         dict(tensors),
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # as they are scaled already
         device=str(manager.device),
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=names and names.get_rename_mapper(),
     )
-    manager.remove_adapter(ADAPTERS.lora_int_id)
+    manager.remove_adapter(number)
     manager.add_adapter(adapters)
-    manager.activate_adapter(ADAPTERS.lora_int_id)
+    manager.activate_adapter(number)
     homeless = sorted(adapters.loras.keys() - manager.modules.keys())
     adapters.loras.clear()  # the model has copies
     return homeless

@@ -1,6 +1,7 @@
 """Configuration of the rollout service: the `args:` of its application in the YAML file."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -66,6 +67,10 @@ class RolloutConfig(Config):
     """The policy's `lora`, where a run pushes its adapters alone (`orchestrator.weights.adapters`): the engine
     computes with them beside the model's own weights, if vLLM has adapters for the model. `rank` and `target_modules`
     count; what is pushed is scaled already. Null: pushes bring all weights."""
+    adapter_versions: Count = 1
+    """Versions of the adapters that the engine keeps, so that each response is sampled to its end by those with which
+    it began (`orchestrator.weights.in_flight: finish`, which needs one more than `loop.max_staleness`). 1: responses
+    go on with the newest."""
     limits: Annotated[LimitsConfig, completed_by(_LIMITS)] = _LIMITS
     """Limits on waiting calls, and the shares of callers in them and in the engine. A row is a prompt; its tokens are
     the prompt's plus max_new_tokens. `batch_s` has no effect here: the engine's health is checked while it
@@ -83,6 +88,10 @@ class RolloutConfig(Config):
     max_phase_s: Seconds = 600
     """Longest deadline, in seconds, that a phase of a push may have. A paused replica that gets no further phase
     rolls back after twice the deadline of its last phase."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.adapter_versions > 1 and self.adapters is None:
+            yield f"adapter_versions: {self.adapter_versions}, but adapters is null; leave it out"
 
     @property
     def one_process(self) -> bool:

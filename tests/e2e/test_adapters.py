@@ -1,16 +1,19 @@
-"""A run that pushes its adapters alone, to a replica that is there and to one that comes while it trains; and that
-goes on after it was killed."""
+"""Runs that push their adapters alone: to a replica that is there and to one that comes while the run trains, which
+goes on after it was killed; and to a replica that keeps several versions."""
 
 import signal
 from copy import deepcopy
 
+import msgpack
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from orchestrator.deployment import serving
 from orchestrator.deployment.redeployment import fixed
+from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
+from quartet.columns import Columns
 from services.rollout.client import RolloutClient
 from tests.cluster import START_S, Quartet, eventually
 from tests.runs import Run
@@ -76,3 +79,32 @@ async def test_replicas_compute_with_the_adapters_that_a_run_pushes(quartet: Qua
     finally:
         run.end()
         quartet.deploy([], "without-adapted")
+
+
+async def test_responses_that_are_sampled_ahead_are_of_one_version_each(quartet: Quartet) -> None:
+    stale = 2
+    kept = deepcopy(quartet.raw["applications"][0]) | {"name": "kept", "route_prefix": "/kept"}
+    kept["args"] |= {"adapters": LORA, "adapter_versions": 1 + stale}
+    kept["deployments"][0] |= fixed(1)
+    run = Run(quartet, "kept", without=["rollout"])
+    raw = yaml.safe_load(run.config.read_text())
+    own = raw["orchestrator"]
+    own |= {"services": {"rollout": {"application": "kept"}}, "loop": {"max_staleness": stale}}
+    own["policy"] |= {"lora": LORA}
+    own["weights"] = own.get("weights", {}) | {"adapters": True, "in_flight": "finish", "prove_every": 1}
+    raw["applications"] = [kept, *raw["applications"]]
+    run.config.write_text(yaml.safe_dump(raw))
+    quartet.deploy([kept], "with-kept")
+    try:
+        serving.await_running(quartet.cluster, ("kept",), print, START_S)
+        run.finish()
+        lines = read_metrics(run.folder / "metrics.jsonl")
+        ages = [line["policy/staleness"] for line in lines if line["step"] > 0]
+        assert 1 <= max(ages) <= stale
+        steps = [msgpack.unpackb(path.read_bytes()) for path in sorted((run.folder / "journal").glob("step-*"))]
+        versions = [row for step in steps for row in Columns.unpack(step["columns"], SCHEMA).rows("versions")]
+        assert len(versions) == 16 * len(steps)
+        assert [len(set(row.tolist())) for row in versions] == [1] * len(versions)
+    finally:
+        run.end()
+        quartet.deploy([], "without-kept")

@@ -1,18 +1,23 @@
 """Requests in the engine while new weights arrive: which weights their keys and values are of, and those of later
-requests for the same prompts."""
+requests for the same prompts; and which adapters they are finished with."""
 
 import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from quartet.config.learner import LoraConfig
+from quartet.learner.lora import adapters_of, add_adapters, scaled
 from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import Unavailable
 from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
 from tests.models import WORDS, make_policy
-from tests.pushing import ModelSource, PushedHost, perturbed, push
+from tests.pushing import BUCKET_BYTES, STALL_S, ModelSource, PushedHost, perturbed, push
+from tests.sources import LocalSource
 
 LONGEST = 512
 _RNG = np.random.default_rng(5)
@@ -92,3 +97,84 @@ async def test_only_requests_in_flight_may_keep_what_old_weights_computed(
             assert distance(sample, PROMPTS[sample.index], pushed).max() < 1e-4
         furthest = max(distance(sample, PROMPTS[sample.index], pushed).max() for sample in mixed)
         assert (furthest < 1e-4) == (in_flight == "keep")
+
+
+LORA = LoraConfig(rank=4, alpha=10)
+VERSIONS = 3
+"""Versions of adapters that the engine keeps."""
+
+
+def adapted(folder: Path, version: int) -> Any:
+    """The model with the adapters of a version; those of version 0 do nothing."""
+    model: Any = add_adapters(plain.language_model(folder), LORA).eval()
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for weight in adapters_of(model):
+            noise = torch.randn(weight.parameter.shape, generator=generator)
+            weight.parameter.copy_(0.1 * noise if version else torch.zeros_like(noise))
+    return model
+
+
+async def _while_pushed(folder: Path) -> tuple[list[Sample | Unavailable], list[Sample]]:
+    """Responses to the first prompt: one that begins before all pushes, and one after each of three, while those
+    before it go on. Also what was reported of the first."""
+    host, begun = PushedHost(), list[asyncio.Task[Sample]]()
+    own = {"adapters": LORA.model_dump(), "adapter_versions": VERSIONS, "max_num_seqs": 4}
+    await host.start({"model": str(folder), "dtype": "float32", "max_length": 2048, "kv_cache_mib": 128} | own)
+    parts: list[Sample] = []
+    tokens = [asyncio.Event() for _ in range(5)]
+
+    def begin(number: int, length: int) -> None:
+        def report(part: Sample) -> None:
+            tokens[number].set()
+            if not number:
+                parts.append(part)
+
+        sampling = Sampling(max_new_tokens=length, ignore_eos=True)
+        asked = host._engine.generate(number, PROMPTS[0], sampling, number, report=report)
+        begun.append(asyncio.create_task(asked))
+
+    try:
+        begin(0, 1700)
+        await tokens[0].wait()
+        for version in range(1, VERSIONS + 1):
+            source = LocalSource(
+                dict(scaled(((w.name, w.parameter) for w in adapters_of(adapted(folder, version))), LORA)),
+                bucket_bytes=BUCKET_BYTES,
+                stall_s=STALL_S,
+            )
+            await push(host, source, version, in_flight="finish")
+            begin(version, 900)
+            await tokens[version].wait()
+        assert not any(response.done() for response in begun[1:])
+        ended: Any = await asyncio.gather(*begun, return_exceptions=True)
+        return ended, parts
+    finally:
+        await host.shutdown()
+
+
+def sampled_while_pushed(folder: Path) -> tuple[list[Sample | Unavailable], list[Sample]]:
+    """Carries it out in the process for engines."""
+    from tests.engine_process import _loop
+
+    return _loop.run_until_complete(_while_pushed(folder))
+
+
+async def test_responses_are_finished_with_their_adapters_beside_those_with_newer_ones(
+    tmp_path: Path, engine: EngineProcess
+) -> None:
+    folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5, max_position_embeddings=2048)
+    (oldest, *others), parts = await engine._run(sampled_while_pushed, folder)
+    # The place of its adapters was needed: another replica would go on from what it has reported.
+    assert isinstance(oldest, Unavailable)
+    assert 0 < sum(len(part.response_ids) for part in parts) < 1700
+    models = [adapted(folder, version) for version in range(VERSIONS + 1)]
+    for version, sample in [(0, parts[0]), *enumerate(others, 1)]:
+        assert sample.spans == ((version, 0, len(sample.response_ids)),)
+        apart = []
+        for model in models:
+            [own] = plain.logprobs(model, [PROMPTS[0]], [sample.response_ids], vocabulary=len(WORDS))
+            apart.append(float(np.abs(sample.logprobs - own).max()))
+        print(version, len(sample.response_ids), apart)
+        assert apart[version] < 2e-4
+        assert min(apart[:version] + apart[version + 1 :]) > 0.1

@@ -72,6 +72,11 @@ def _other_adapters(config: OrchestratorConfig, section: RolloutConfig, name: st
             f"{where}.adapters: {json.dumps(theirs)}, but the run pushes {json.dumps(ours)} (policy.lora with "
             "orchestrator.weights.adapters true, else null); both must be the same"
         )
+    elif (kept := section.adapter_versions) != (needed := config.adapter_versions):
+        yield (
+            f"{where}.adapter_versions: {kept}, but the run needs {needed} (one more than "
+            "loop.max_staleness with orchestrator.weights.in_flight finish, else 1)"
+        )
     elif ours and section.model != config.policy.model and _other_files(section.model, config.policy.model):
         yield (
             f"{where}.model: {section.model} has other weights than orchestrator.policy.model "

@@ -287,6 +287,9 @@ class _Derivation:
         args["max_num_seqs"] = min(256, max(2, self._facts.batch_size))
         if self._facts.lora and self._set("weights", "adapters") is True:
             args["adapters"] = self._lora
+            if self._set("weights", "in_flight") == "finish":
+                stale = self._set("loop", "max_staleness")
+                args["adapter_versions"] = 1 + (stale if isinstance(stale, int) else 0)
         # Of a GPU of its own the engine takes what is left.
         return args | ({"kv_cache_mib": self._kv_cache} if self._layout.rollout < 1 else {})
 

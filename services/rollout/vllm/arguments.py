@@ -54,6 +54,7 @@ def engine_args(config: RolloutConfig, adapted: Collection[str] = ()) -> AsyncEn
         scheduler_cls="services.rollout.vllm.scheduler.WholeResponseScheduler",
         enable_lora=config.adapters is not None,
         max_lora_rank=_room(config.adapters),
+        max_loras=config.adapter_versions,
         # Without these the head has one too, which fails for a prompt's log-probs.
         lora_target_modules=sorted(adapted) or None,
         disable_log_stats=True,

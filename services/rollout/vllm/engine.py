@@ -21,7 +21,6 @@ from quartet.learner.lora import adapted_layer, adapters_for
 from quartet.models.distribution import end_ids
 from quartet.models.loading import load_tokenizer, shape_of_causal
 from quartet.ranks.stopped import stopped_again
-from quartet.seams.vllm import ADAPTERS
 from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.place import Place, machine
@@ -37,7 +36,15 @@ log = logging.getLogger("quartet")
 
 REMEMBERED = 8
 """Versions whose checksums are kept."""
-PAUSES = {"keep": ("keep", True), "keep-cache": ("keep", False), "wait": ("wait", True), "abort": ("keep", True)}
+FINISH = "finish"
+"""weights.in_flight of pushes to an engine with adapters of several versions, and of no others."""
+PAUSES = {
+    "keep": ("keep", True),
+    "keep-cache": ("keep", False),
+    "wait": ("wait", True),
+    "abort": ("keep", True),
+    FINISH: ("keep", False),
+}
 """weights.in_flight -> vLLM's mode of a pause, and whether its caches are cleared. Its own mode "abort" would throw
 away the tokens that are sampled."""
 ANSWER_S = 8
@@ -90,7 +97,7 @@ class VLLMEngine:
         self.backend: str = config.weight_backend
         self.workers = config.tensor_parallel_size
         self.place = Place()
-        self.requests = Requests(llm, ADAPTERS if config.adapters else None)
+        self.requests = Requests(llm, config.adapter_versions if config.adapters else 0)
         self.generate = self.requests.generate
         self._resting = False
         """True while generation is paused for the learners."""
@@ -120,7 +127,7 @@ class VLLMEngine:
         await llm.update_weight_version("0")
         await llm.collective_rpc("continue_seeds")
         if (adapters := config.adapters) is not None:
-            await llm.collective_rpc("take_adapters", args=(adapters.rank, expected.shapes))
+            await llm.collective_rpc("take_adapters", args=(adapters.rank, expected.shapes, config.adapter_versions))
             if stale := await engine.stale():
                 raise ConfigError(
                     f"rollout.args.adapters: vLLM's model has no place for those of {len(stale)} layers, such as "
@@ -190,10 +197,15 @@ class VLLMEngine:
         New requests wait; with `abort` all others end, after they have reported what they sampled.
 
         Raises:
-            InvalidArgument: `in_flight` is none of PAUSES.
+            InvalidArgument: `in_flight` is none of PAUSES, or not for as many versions of adapters as are kept here.
         """
         if in_flight not in PAUSES:
             raise InvalidArgument(f"in_flight: {in_flight!r}; must be one of {', '.join(PAUSES)}")
+        if (in_flight == FINISH) != (self._config.adapter_versions > 1):
+            raise InvalidArgument(
+                f"in_flight: {in_flight}, but the replica has adapter_versions: {self._config.adapter_versions}; "
+                f"{FINISH} needs more than 1, all others 1"
+            )
         mode, cleared = PAUSES[in_flight]
         if not self._resting:
             # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
@@ -204,6 +216,8 @@ class VLLMEngine:
         await self.llm.start_weight_update()
         if in_flight == "abort":
             await self.requests.end()
+        if in_flight == FINISH:
+            await self.llm.collective_rpc("put_adapters_at", args=(await self.requests.make_place(),))
 
     async def _resume(self) -> None:
         if self._resting and self._releases:
@@ -231,6 +245,7 @@ class VLLMEngine:
         self.checksums[version] = self._received
         for old in list(self.checksums)[:-REMEMBERED]:
             del self.checksums[old]
+        await self.requests.serve(version)
         await self._resume()
 
     @_while_it_lives

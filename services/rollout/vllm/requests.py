@@ -3,17 +3,17 @@
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from quartet.seams.vllm import spans_so_far
+from quartet.seams.vllm import adapters_at, spans_so_far, waits
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import Unavailable
 from services.rollout.sample import FinishReason, Sample, Sampling, VersionSpans, cut, following
@@ -21,17 +21,33 @@ from services.rollout.vllm.sampling import BEGUN_KEY
 
 FINISHED = frozenset(FinishReason)
 """Reasons of vLLM for which a response is finished; it ends requests for others too."""
+WHOLE = "r"
+"""Begins the names of requests for whole responses, which can begin again before their first token."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """Adapters of one version, in one of the workers' places."""
+
+    version: int
+    place: int
 
 
 class Requests:
     """The requests of one engine."""
 
-    def __init__(self, llm: AsyncLLM, adapters: LoRARequest | None = None) -> None:
-        """`adapters` names those with which all requests are computed."""
+    def __init__(self, llm: AsyncLLM, adapters: int = 0) -> None:
+        """`adapters` is the number of versions of a policy's adapters that the engine keeps. 0: all requests are
+        computed with the model's own weights; 1: with the adapters of the last push; more: each to its end with
+        those that were the newest when it began."""
         self._llm = llm
         self._adapters = adapters
+        self._newest = Pushed(0, 0)
         self._numbers = itertools.count()
-        self._responding: set[str] = set()
+        self._responding: dict[str, Pushed] = {}
+        """Requests for responses -> the adapters that were the newest when they came."""
+        self._again: set[str] = set()
+        """Requests that a push ended before their first token, to be computed with its adapters."""
         self.pauses = 0
         """Number of pauses for a push: between two of them all requests come under the same weights. Versions
         would not do, since a run that goes back to a checkpoint uses their numbers again."""
@@ -52,29 +68,42 @@ class Requests:
             Unavailable: the engine died, or ended the request itself (a push with in_flight: abort); may be repeated.
         """
         given = begun if begun is not None else np.empty(0, np.int32)
-        name = f"r{next(self._numbers)}"
-        prompt = self._prompt(np.concatenate([prompt_ids, given]))
-        response, made = None, Sample(index, np.empty(0, np.int32), np.empty(0, np.float32), None, ())
-        self._responding.add(name)
+        ids, params = np.concatenate([prompt_ids, given]), _params(sampling, len(given), seed)
+        while (sample := await self._sampled(index, ids, params, report)) is None:
+            pass
+        return sample
+
+    async def _sampled(
+        self, index: int, ids: Ints, params: SamplingParams, report: Callable[[Sample], None]
+    ) -> Sample | None:
+        """One response, or the rest of it; None if it has to begin again, under new weights."""
+        name = f"{WHOLE}{next(self._numbers)}"
+        made, finished = Sample(index, np.empty(0, np.int32), np.empty(0, np.float32), None, ()), None
+        self._responding[name] = self._newest
         try:
-            async with aclosing(self._asked(prompt, _params(sampling, len(given), seed), name)) as outputs:
+            async with aclosing(self._asked(self._prompt(ids), params, name)) as outputs:
                 async for output in outputs:
                     response = output.outputs[0]
                     reported = len(made.response_ids)
-                    if response.finish_reason not in FINISHED and len(response.token_ids) > reported:
-                        spans = cut(self._spans(name, response), reported)
-                        part = Sample(index, *_tokens(response, reported), None, spans)
-                        made = following(made, part)
+                    reason = FinishReason(response.finish_reason) if response.finish_reason in FINISHED else None
+                    if reason is None and len(response.token_ids) == reported:
+                        continue
+                    spans = cut(self._spans(name, response), reported)
+                    part = Sample(index, *_tokens(response, reported), reason, spans)
+                    made = following(made, part)
+                    if reason is None:
                         report(part)
+                    else:
+                        finished = made
+            again = name in self._again and not len(made.response_ids)
         except EngineDeadError as error:
             raise Unavailable(f"the engine of this replica died: {error}") from None
         finally:
-            self._responding.discard(name)
-        if response is None or response.finish_reason not in FINISHED:
+            del self._responding[name]
+            self._again.discard(name)
+        if finished is None and not again:
             raise Unavailable("the engine ended the request before it was finished; ask again")
-        reported, reason = len(made.response_ids), FinishReason(response.finish_reason)
-        spans = cut(_spans(response.weight_versions), reported)
-        return following(made, Sample(index, *_tokens(response, reported), reason, spans))
+        return finished
 
     async def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams, salt: str = ""
@@ -87,7 +116,7 @@ class Requests:
         """
         name = f"h{next(self._numbers)}"
         prompt = tokens_input(list(prompt_ids), cache_salt=f"{self.pauses}{salt and '-'}{salt}")
-        self._responding.add(name)
+        self._responding[name] = self._newest
         try:
             async with aclosing(self._asked(prompt, params, name)) as outputs:
                 async for output in outputs:
@@ -98,17 +127,40 @@ class Requests:
         except EngineDeadError as error:
             raise Unavailable(f"the engine of this replica died: {error}") from None
         finally:
-            self._responding.discard(name)
+            del self._responding[name]
 
     def _spans(self, name: str, response: Any) -> VersionSpans:
-        """The spans of a response that is not finished; has to be called as soon as its output has come."""
-        if response.finish_reason is not None:
-            return _spans(response.weight_versions)
-        return _spans(spans_so_far(self._llm, name))
+        """The spans of a response so far; has to be called as soon as its output has come."""
+        ended = response.finish_reason is not None
+        noted = response.weight_versions if ended else spans_so_far(self._llm, name)
+        spans = tuple((int(span.version), span.start, span.end) for span in noted or ())
+        if spans and self._adapters > 1:  # vLLM notes the last push, whatever a request is computed with
+            return ((self._responding[name].version, 0, spans[-1][2]),)
+        return spans
 
     async def end(self) -> None:
         """Ends all requests for responses, which report what they have. The engine is paused."""
         await self._llm.abort(list(self._responding))
+
+    @property
+    def _oldest(self) -> int:
+        """The place of the oldest adapters, which is that of the next ones."""
+        return (self._newest.place + 1) % max(1, self._adapters)
+
+    async def make_place(self) -> int:
+        """Ends the requests that are computed with the oldest adapters, which report what they have; returns the
+        place of these. The engine is paused."""
+        place = self._oldest
+        await self._llm.abort([name for name, pushed in self._responding.items() if pushed.place == place])
+        return place
+
+    async def serve(self, version: int) -> None:
+        """Has later requests computed with what a push has brought, in the place of the oldest if these are adapters,
+        and those of which no token has come too. The engine is paused."""
+        self._newest = Pushed(version, self._oldest)
+        if self._adapters > 1:
+            self._again |= {name for name in self._responding if name[0] == WHOLE and waits(self._llm, name)}
+            await self._llm.abort(list(self._again))
 
     async def score(self, sequence: Ints) -> Floats:
         """Log-probs of all tokens but the first, over the whole vocabulary, [T - 1].
@@ -136,7 +188,8 @@ class Requests:
         return np.asarray(final.logprobs, np.float32)
 
     def _asked(self, prompt: Any, params: SamplingParams, name: str) -> AsyncGenerator[Any, None]:
-        outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, name, lora_request=self._adapters)
+        adapters = adapters_at(self._newest.place) if self._adapters else None
+        outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, name, lora_request=adapters)
         return outputs
 
     def _prompt(self, ids: Ints) -> dict[str, Any]:
@@ -162,11 +215,6 @@ def _params(sampling: Sampling, begun: int, seed: int | None) -> SamplingParams:
         output_kind=RequestOutputKind.CUMULATIVE,
         extra_args={BEGUN_KEY: begun} if begun else None,
     )
-
-
-def _spans(noted: Any) -> VersionSpans:
-    """Spans as vLLM notes them; None if no token has come."""
-    return tuple((int(span.version), span.start, span.end) for span in noted or ())
 
 
 def _tokens(response: Any, start: int) -> tuple[Ints, Floats]:

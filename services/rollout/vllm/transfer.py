@@ -64,9 +64,14 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         """Layers that the last update brought no weights for."""
         return self._loading.stale
 
-    def take_adapters(self, runner: Any, rank: int, shapes: Mapping[str, Sequence[int]]) -> None:
+    def take_adapters(self, runner: Any, rank: int, shapes: Mapping[str, Sequence[int]], versions: int) -> None:
         """Has all updates bring the model's adapters, and nothing else. Arguments as of Adapters."""
-        self._loading = Adapters(runner, rank, shapes, self.device)
+        self._loading = Adapters(runner, rank, shapes, versions, self.device)
+
+    def put_adapters_at(self, place: int) -> None:
+        """Has the next update's adapters put in this place; `take_adapters` came before."""
+        assert isinstance(self._loading, Adapters)
+        self._loading.place = place
 
     def init_transfer_engine(self, init_info: JoiningInfo) -> None:
         """Joins the members of a new group, leaving the one before."""
@@ -127,9 +132,13 @@ class WorkerExtension:
     model_runner: Any
     weight_transfer_engine: Any
 
-    def take_adapters(self, rank: int, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Has pushes bring adapters of these shapes and this rank."""
-        self.weight_transfer_engine.take_adapters(self.model_runner, rank, shapes)
+    def take_adapters(self, rank: int, shapes: Mapping[str, Sequence[int]], versions: int) -> None:
+        """Has pushes bring adapters of these shapes and this rank, of which so many versions are kept."""
+        self.weight_transfer_engine.take_adapters(self.model_runner, rank, shapes, versions)
+
+    def put_adapters_at(self, place: int) -> None:
+        """Has the next push's adapters put in this place, from 0."""
+        self.weight_transfer_engine.put_adapters_at(place)
 
     def continue_seeds(self) -> None:
         """Makes this worker continue the seeds of responses that it did not begin."""

@@ -109,6 +109,38 @@ REFUSED: list[tuple[Change, list[str]]] = [
         ],
     ),
     (
+        lambda raw, _: (
+            args(raw, "rollout").update(adapters={"rank": 4}, adapter_versions=2),
+            run(raw, "policy").update(lora={"rank": 4}),
+            raw["orchestrator"].update(weights={"adapters": True, "in_flight": "finish"}, loop={"max_staleness": 2}),
+        ),
+        ["applications.rollout.args.adapter_versions: 2, but the run needs 3 (one more than "],
+    ),
+    (
+        lambda raw, _: (
+            args(raw, "rollout").update(adapters={"rank": 4}, adapter_versions=2),
+            run(raw, "policy").update(lora={"rank": 4}),
+            raw["orchestrator"].update(weights={"adapters": True}),
+        ),
+        ["applications.rollout.args.adapter_versions: 2, but the run needs 1 (one more than "],
+    ),
+    (
+        lambda raw, _: args(raw, "rollout").update(adapter_versions=2),
+        ["applications.rollout.args: adapter_versions: 2, but adapters is null; leave it out"],
+    ),
+    (
+        lambda raw, _: raw["orchestrator"].update(weights={"in_flight": "finish"}, loop={"max_staleness": 1}),
+        ["orchestrator: weights.in_flight: finish is for pushes of adapters alone, of which engines keep several "],
+    ),
+    (
+        lambda raw, _: (
+            args(raw, "rollout").update(adapters={"rank": 4}),
+            run(raw, "policy").update(lora={"rank": 4}),
+            raw["orchestrator"].update(weights={"adapters": True, "in_flight": "finish"}),
+        ),
+        ["orchestrator: weights.in_flight: finish is for sampling ahead, and loop.max_staleness is 0; leave it out"],
+    ),
+    (
         lambda raw, _: args(raw, "rollout").update(adapters={"rank": 4}),
         [
             'applications.rollout.args.adapters: {{"rank": 4, "target_modules": null}}, but the run '

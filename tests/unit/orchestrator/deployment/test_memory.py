@@ -140,6 +140,8 @@ def test_frozen_models_and_engines(configs: Configs) -> None:
         dtype="bfloat16", kv_cache_mib=3, max_num_batched_tokens=100, max_num_seqs=7, adapters={"rank": 8}
     )
     assert engine_bytes(adapted, SMALL, gpu=80 * GIB) == expected + 2 * 1472 * 2
+    kept = adapted.model_copy(update={"adapter_versions": 3})
+    assert engine_bytes(kept, SMALL, gpu=80 * GIB) == expected + 4 * 1472 * 2
     # Without a size of its own the cache takes what its share of the GPU leaves.
     assert engine_bytes(configs.engine(gpu_memory_utilization=0.9), SMALL, gpu=80 * GIB) == 72 * GIB
 

@@ -307,6 +307,8 @@ def test_the_engine_gets_the_adapters_that_a_run_pushes_alone(facts: dict[str, A
     given = facts | {"lora": {"rank": 8}, "orchestrator": {"weights": {"adapters": True}}}
     assert args(loaded(given, tmp_path).raw, "rollout")["adapters"] == {"rank": 8}
     assert "adapters" not in args(whole(facts | {"lora": {"rank": 8}}), "rollout")
+    given["orchestrator"] |= {"weights": {"adapters": True, "in_flight": "finish"}, "loop": {"max_staleness": 2}}
+    assert args(loaded(given, tmp_path).raw, "rollout")["adapter_versions"] == 3
 
 
 @pytest.mark.parametrize("section", ["weights", "policy", "loop"])

@@ -1,4 +1,4 @@
-"""Adapters of an engine between pushes: which of them a push that fails leaves."""
+"""Adapters of an engine between pushes: where each push's are put, and which of them one that fails leaves."""
 
 from typing import Any
 
@@ -12,14 +12,17 @@ from services.rollout.vllm.adapters import Adapters
 SHAPES = {"q_proj.lora_A.weight": (2, 3), "q_proj.lora_B.weight": (4, 2)}
 
 
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    """Records what vLLM is given, each time."""
-    made: list[dict[str, torch.Tensor]] = []
+Loaded = list[tuple[int, dict[str, torch.Tensor]]]
 
-    def load(runner: Any, tensors: dict[str, torch.Tensor], rank: int) -> list[str]:
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    """Records what vLLM is given, each time, and for which place."""
+    made: Loaded = []
+
+    def load(runner: Any, tensors: dict[str, torch.Tensor], rank: int, place: int) -> list[str]:
         assert (runner, rank) == ("runner", 2)
-        made.append(tensors)
+        made.append((place, tensors))
         return ["k_proj"]
 
     monkeypatch.setattr(adapters, "load_adapters", load)
@@ -27,14 +30,17 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def test_a_push_that_changed_while_it_was_loaded_leaves_none_and_the_next_one_heals(
-    loaded: list[dict[str, torch.Tensor]],
+@pytest.mark.parametrize(("versions", "place"), [(1, 0), (3, 2)])
+def test_a_push_that_changed_while_it_was_loaded_leaves_other_versions_if_any_and_the_next_one_heals(
+    loaded: Loaded, versions: int, place: int
 ) -> None:
     manifest = Manifest.of({name: torch.empty(shape) for name, shape in SHAPES.items()}, 32)  # two buckets
     data = [torch.full((size,), 1.5).view(torch.uint8) for size in (6, 8)]
-    made = Adapters("runner", 2, SHAPES, torch.device("cpu"))
+    made = Adapters("runner", 2, SHAPES, versions, torch.device("cpu"))
     assert made.stale == ["k_proj"]
     assert made.discard()
+
+    made.place = place
 
     def changed() -> None:
         raise RuntimeError("changed")
@@ -44,9 +50,10 @@ def test_a_push_that_changed_while_it_was_loaded_leaves_none_and_the_next_one_he
 
     with pytest.raises(RuntimeError, match="changed"):
         made.replace(manifest, buckets, changed)
-    assert not made.discard()
+    assert made.discard() == (versions > 1)
     made.replace(manifest, buckets, lambda: None)
     assert made.discard()
-    for tensors, value in zip(loaded, (0.0, 1.5, 1.5), strict=True):
+    assert [at for at, _ in loaded] == [0, place, place]
+    for (_, tensors), value in zip(loaded, (0.0, 1.5, 1.5), strict=True):
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == SHAPES
         assert all(bool((tensor == value).all()) for tensor in tensors.values())

@@ -1,5 +1,5 @@
-"""Requests to an engine, which here answers by a script: parts that are reported, limits of responses that go on, and
-seeds."""
+"""Requests to an engine, which here answers by a script: parts that are reported, limits of responses that go on,
+adapters of several versions, and seeds."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,12 @@ import torch
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 
-from quartet.seams.vllm import ADAPTERS
+from quartet.seams.vllm import adapters_at
 from quartet.wire.errors import Unavailable
 from services.rollout.sample import Sample, Sampling
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.sampling import BEGUN_KEY, RunnerRequests, continue_seeds, continued
+from tests.unit.waiting import settled
 
 PROMPT = np.asarray([10, 11], np.int32)
 SAMPLING = Sampling(max_new_tokens=9, min_new_tokens=4, stop_token_ids=(3,))
@@ -40,6 +41,7 @@ class Script:
     def __init__(self, lengths: list[int], end: str) -> None:
         self._lengths, self._end = lengths, end
         self.asked: list[Any] = []
+        self.adapters: list[Any] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.ended: list[str] = []
@@ -49,7 +51,7 @@ class Script:
 
     async def generate(self, prompt: Any, params: Any, name: str, lora_request: Any = None) -> AsyncIterator[Any]:
         self.asked.append((prompt, params, name))
-        self.adapters = lora_request
+        self.adapters.append(lora_request)
         for place, length in enumerate(self._lengths, 1):
             if place > 1:
                 await self.gate.wait()
@@ -100,17 +102,117 @@ async def test_each_token_is_reported_once_and_the_sample_has_all() -> None:
 
 
 async def test_all_requests_name_the_adapters() -> None:
-    script = Script([1], "stop")
-    requests = Requests(script, ADAPTERS)
-    await requests.generate(0, PROMPT, SAMPLING, None)
-    assert script.adapters is ADAPTERS
-    script.adapters = None
-    [_] = [output async for output in requests.stream([5], SamplingParams())]
-    assert script.adapters is ADAPTERS
-    script.adapters = None
-    with contextlib.suppress(AttributeError):  # the script has no log-probs of prompts
-        await requests.score(PROMPT)
-    assert script.adapters is ADAPTERS
+    for adapters, named in ((0, None), (1, adapters_at(0))):
+        script = Script([1], "stop")
+        requests = Requests(script, adapters)
+        await requests.generate(0, PROMPT, SAMPLING, None)
+        [_] = [output async for output in requests.stream([5], SamplingParams())]
+        with contextlib.suppress(AttributeError):  # the script has no log-probs of prompts
+            await requests.score(PROMPT)
+        await requests.serve(7)
+        await requests.generate(0, PROMPT, SAMPLING, None)
+        assert script.adapters == [named] * 4
+
+
+class Kept:
+    """An engine with three versions of adapters, whose responses get tokens when they are told to."""
+
+    def __init__(self) -> None:
+        self.requests = Requests(self, 3)
+        self.places: list[int] = []
+        """Places of the adapters of each request, in the order of requests."""
+        self._lengths: dict[str, int] = {}
+        self._made: dict[str, asyncio.Queue[str | None]] = {}
+        self.output_processor = self
+        self.external_req_ids = self.request_states = dict[str, Any]()
+
+    async def generate(self, prompt: Any, params: Any, name: str, lora_request: Any) -> AsyncIterator[Any]:
+        self.places += [place for place in range(3) if lora_request == adapters_at(place)]
+        self.external_req_ids[name] = [f"{name}-a"]
+        self.request_states[f"{name}-a"] = SimpleNamespace(_weight_version_spans=lambda: noted(self._lengths[name]))
+        self._lengths[name], made, reason = 0, self._made.setdefault(name, asyncio.Queue()), None
+        while reason is None:
+            reason, length = await made.get(), self._lengths[name]
+            logprobs = FlatLogprobs()
+            logprobs.extend({token: Logprob(LOGPROB)} for token in range(length))
+            if reason is not None:
+                del self.external_req_ids[name], self.request_states[f"{name}-a"]
+            versions = None if reason is None else noted(length)
+            output = SimpleNamespace(
+                token_ids=range(length), logprobs=logprobs, finish_reason=reason, weight_versions=versions
+            )
+            yield SimpleNamespace(outputs=[output])
+
+    async def abort(self, names: list[str]) -> None:
+        for name in names:
+            self._made[name].put_nowait("abort")
+        await settled()
+
+    async def begin(self, parts: list[Sample] | None = None) -> "asyncio.Task[Sample]":
+        report = (lambda part: None) if parts is None else parts.append
+        task = asyncio.create_task(self.requests.generate(0, PROMPT, SAMPLING, None, None, report))
+        await settled()
+        return task
+
+    async def give(self, name: str, tokens: int, end: str | None = None) -> None:
+        self._lengths[name] += tokens
+        self._made[name].put_nowait(end)
+        await settled()
+
+    async def push(self, version: int) -> int:
+        place = await self.requests.make_place()
+        await self.requests.serve(version)
+        await settled()
+        return place
+
+
+async def test_a_response_is_finished_with_the_adapters_with_which_it_began() -> None:
+    kept, parts = Kept(), list[Sample]()
+    first = await kept.begin(parts)
+    await kept.give("r0", 1)
+    assert [await kept.push(version) for version in (5, 6)] == [1, 2]
+    second = await kept.begin()
+    await kept.give("r0", 2)
+    await kept.give("r1", 4, "stop")
+    await kept.give("r0", 1, "length")
+    # vLLM notes versions 3 and 4 here.
+    assert [part.spans for part in parts] == [((0, 0, 1),), ((0, 0, 2),)]
+    assert (await first).spans == ((0, 0, 4),)
+    assert (await second).spans == ((6, 0, 4),)
+    assert kept.places == [0, 2]
+
+
+async def test_a_response_ends_where_a_push_takes_the_place_of_its_adapters() -> None:
+    kept, parts = Kept(), list[Sample]()
+    old = await kept.begin(parts)
+    await kept.give("r0", 2)
+    assert [await kept.push(version) for version in (1, 2)] == [1, 2]
+    young = await kept.begin()
+    assert not old.done()
+    assert await kept.push(3) == 0
+    with pytest.raises(Unavailable, match="ask again"):
+        await old
+    assert sum(len(part.response_ids) for part in parts) == 2
+    assert not young.done()
+    young.cancel()
+
+
+async def test_a_response_that_waits_for_its_first_token_begins_again_with_the_new_adapters() -> None:
+    kept = Kept()
+    waiting = await kept.begin()
+    begun = await kept.begin()
+    await kept.give("r1", 1)
+    await kept.push(8)
+    assert kept.places == [0, 0, 1]
+    await kept.give("r2", 3, "stop")
+    assert (await waiting).spans == ((8, 0, 3),)
+    # One that is begun keeps its adapters, and one that is ended for another reason is not begun again.
+    waiting = await kept.begin()
+    await kept.requests.end()
+    for task in (begun, waiting):
+        with pytest.raises(Unavailable, match="ask again"):
+            await task
+    assert kept.places == [0, 0, 1, 1]
 
 
 async def test_a_response_that_the_engine_ends_is_reported_to_its_last_token() -> None:
