@@ -152,9 +152,8 @@ class Collector:
             for index in set(done) & unscored.keys():
                 self._drop(conversations[index].request, unscored[index], attempt + 1)
             prompts = [conversations[index].request.prompt for index in done]
-            if done:
-                whole = columns if len(done) == len(columns) else columns.take(done)
-                put(Finished(whole, prompts, asked, sampled, time.monotonic()))
+            whole = columns if len(done) == len(columns) else columns.take(done)
+            put(Finished(whole, prompts, asked, sampled, time.monotonic()))
             missing -= len(done)
 
         async def later(conversation: Conversation, columns: Columns, sampled: float, attempt: int) -> None:
@@ -290,7 +289,7 @@ class Collector:
                 "algorithm.rewards: names scores, to which the rewards that turns were given cannot be added; give "
                 "turns none, or have one score without a name"
             )
-        earned = np.bincount(columns.owners, rewards, minlength=len(columns))
+        earned = np.bincount(columns.owners, rewards)
         return columns.with_rows(score=(columns["score"] + earned).astype(np.float32))
 
     async def _scored(

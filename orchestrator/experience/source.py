@@ -62,7 +62,7 @@ class ExperienceSource:
         kept: dict[int, Collected] = {}
         while self._journal and (batch := self._journal.read(step + 1, self._prompt)):
             numbers = batch.numbers
-            if len(batch) != self._config.batch_size or any(number in used for number in numbers):
+            if any(number in used for number in numbers):
                 break  # of an abandoned timeline
             step, used = step + 1, used.plus(numbers)
             kept[step] = batch

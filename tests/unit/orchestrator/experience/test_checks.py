@@ -80,21 +80,33 @@ async def test_an_answer_that_cannot_be_is_named_and_not_kept(
     assert len(await first_batch(source)) == 3
 
 
-async def test_a_sample_that_cannot_be_is_not_scored(policy_folder: Path) -> None:
+NOTHING = {"response_ids": np.empty(0, np.int32), "logprobs": np.empty(0, np.float32), "spans": ()}
+
+
+@pytest.mark.parametrize(
+    ("spoiling", "said"),
+    [
+        ({"logprobs": spoiled(2, NAN)}, r"logprobs\[1\] is nan"),
+        (NOTHING, "response_ids: empty; every response has a"),
+    ],
+)
+async def test_a_sample_that_cannot_be_is_not_scored(
+    policy_folder: Path, spoiling: dict[str, Any], said: str
+) -> None:
     fakes = Fakes()
 
     def wrong(index: int, prompt: Any, version: int) -> Any:
         sample = respond(index, prompt, version)
-        return replace(sample, logprobs=spoiled(2, NAN)) if len(sample.response_ids) == 2 else sample
+        return replace(sample, **spoiling) if len(sample.response_ids) == 2 else sample
 
     fakes.rollout.respond = wrong
     with pytest.raises(ExceptionGroup) as caught:
         await Collector(fakes.services, make_config(policy_folder)).collect(
             make_requests(3), version=1, critic_step=0
         )
-    with pytest.raises(InvalidReply, match=r"rollout.Generate: prompt row 1: logprobs\[1\] is nan"):
+    with pytest.raises(InvalidReply, match=f"rollout.Generate: prompt row 1: {said}"):
         raise next(leaf for leaf in leaves(caught.value) if isinstance(leaf, InvalidReply))
-    assert [11, 11] not in fakes.reward.responses()
+    assert not [row for row in fakes.reward.responses() if len(row) in (0, 2)]
 
 
 async def test_a_critics_metrics_are_looked_at() -> None:

@@ -12,7 +12,9 @@ import pytest
 from orchestrator.config.unscored import PAUSE_S
 from orchestrator.evaluation.evaluator import kl_of
 from orchestrator.experience.collector import Collector
+from orchestrator.experience.conversation import Conversation
 from orchestrator.experience.experience import Collected
+from orchestrator.experience.requests import SampleRequest
 from orchestrator.loop.step_metrics import process
 from quartet.columns import Columns
 from quartet.config.base import ConfigError
@@ -20,7 +22,7 @@ from quartet.wire.errors import DeadlineExceeded, ServiceError, Unavailable
 from quartet.wire.outcomes import Outcome, Unscored
 from services.rollout.sample import Sampling
 from tests.unit.experiences import each
-from tests.unit.fakes import Fakes, make_config, make_requests
+from tests.unit.fakes import Fakes, make_config, make_requests, respond
 
 
 @pytest.fixture
@@ -168,6 +170,20 @@ async def test_a_bound_is_asked_for_where_one_is_meant(fakes: Fakes, policy_fold
     await make_collector(fakes, policy_folder).collect(make_requests(1), version=3, newest=5, critic_step=0)
     assert [call["versions"] for call in fakes.rollout.calls] == [(3, 5)]
     assert [call["min_step"] for call in fakes.critic.calls] == [0]
+
+
+async def test_the_conversations_of_an_agent_have_the_same_bounds(fakes: Fakes, policy_folder: Path) -> None:
+    asked: list[Any] = []
+
+    class Agents:
+        async def converse(self, request: SampleRequest, *, version: int, newest: int, **_: Any) -> Conversation:
+            asked.append((request.number, version, newest))
+            return Conversation.of(request).responded(respond(0, request.prompt.prompt_ids))
+
+    collector = Collector(fakes.services, make_config(policy_folder), agents=Agents())  # type: ignore[arg-type]
+    collected = await collector.collect(make_requests(2), version=3, newest=5, critic_step=0)
+    assert sorted(asked) == [(0, 3, 5), (1, 3, 5)]
+    assert collected.trained_numbers == [0, 1]
 
 
 async def test_judging_begins_before_generation_ends(fakes: Fakes, policy_folder: Path) -> None:

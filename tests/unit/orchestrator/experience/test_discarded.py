@@ -1,6 +1,7 @@
 """Groups that the algorithm does not admit: another prompt takes their place, also over restarts, up to a limit."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from orchestrator.experience.requests import Used
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import DiscardedError
 from orchestrator.loop.state import TrainState
+from quartet.wire.codec import Floats
 from tests.unit.fake_run import FakeExperienceJournal, Stage
 from tests.unit.fakes import Fakes, make_config, make_prompts
 from tests.unit.waiting import settled
@@ -34,6 +36,11 @@ class Choosy(PPO):
     """Rows of prompts."""
     most: int = 3
     """Groups that may be discarded for each one of a batch."""
+    slope: float = 0
+    """Added to each score at each step, as weights that change do."""
+
+    def score(self, scores: Mapping[str, Floats], step: int) -> Floats:
+        return super().score(scores, step) + np.float32(self.slope * step)
 
     @property
     def discard_limit(self) -> int:
@@ -47,8 +54,8 @@ class Choosy(PPO):
         return int(scores[0]) - 10 not in self.refused
 
 
-def choosy(config: OrchestratorConfig, *refused: int, most: int = 3) -> OrchestratorConfig:
-    algorithm = Choosy(**config.algorithm.model_dump(), refused=refused, most=most)
+def choosy(config: OrchestratorConfig, *refused: int, most: int = 3, slope: float = 0) -> OrchestratorConfig:
+    algorithm = Choosy(**config.algorithm.model_dump(), refused=refused, most=most, slope=slope)
     return config.model_copy(update={"algorithm": algorithm})
 
 
@@ -67,7 +74,7 @@ class Bench:
         prompts = PromptStream(make_prompts(PROMPTS), 0, config.algorithm.samples_per_prompt)
         each = config.algorithm.samples_per_prompt
         rows = [prompts.dealt(number * each, 1)[0].row for number in refused]
-        self.config = choosy(config, *rows, most=most)
+        self.config = choosy(config, *rows, most=most, slope=0.5)
         collector = Collector(self.fakes.services, self.config)
         self.source = ExperienceSource(self.config, prompts, collector, self.journal)  # type: ignore[arg-type]
         self.state = TrainState(step=0, first_version=0, first_critic_step=0)
@@ -165,6 +172,9 @@ async def test_a_restart_neither_repeats_what_was_discarded_nor_trains_on_it(
     if staleness == 0:
         assert resumed == straight[1:]
         assert again.state == before.state
+    # Each is scored as the step that it was discarded for scores.
+    for step, batch in again.journal.kept.items():
+        assert all(each.score == 10 + each.row + 0.5 * step for each in batch.scored)
     # Nothing is left out but what was refused: all numbers below the last are used up.
     assert sorted({*numbers, *refused}) == list(range(max(numbers) + 1))
 

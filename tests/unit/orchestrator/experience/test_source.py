@@ -21,6 +21,7 @@ from quartet.config.base import ConfigError
 from quartet.wire.errors import DeadlineExceeded, Unavailable
 from tests.unit.fake_run import FakeExperienceJournal
 from tests.unit.fakes import Fakes, make_config, make_prompts
+from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
 STEPS = 5
@@ -182,13 +183,17 @@ async def test_a_restart_takes_what_the_journal_kept_and_samples_the_rest_again(
     assert again.versions() == [(1, None)] * 4 + [(2, None)] * 2
 
 
-async def test_what_another_timeline_left_in_the_journal_is_not_taken(policy_folder: Path) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+async def test_what_another_timeline_left_in_the_journal_is_not_taken(policy_folder: Path, place: int) -> None:
+    """A batch of which one sample was used already, in the steps that this run goes on from."""
     before, again = (Bench(policy_folder, 1) for _ in range(2))
     async with Beside() as beside:
-        await before.step(before.open(beside), 1)
-    again.used, again.journal.kept = Used(2), {2: before.journal.kept[1]}
+        used = (await before.step(before.open(beside), 1))[place]
+    again.used, again.journal.kept = Used().plus([used]), {2: before.journal.kept[1]}
     async with Beside() as beside:
-        assert (await again.open(beside, done=1).take(2, critic_step=1)).trained_numbers[0] == 2
+        taken = (await again.open(beside, done=1).take(2, critic_step=1)).trained_numbers
+    assert len(taken) == 2
+    assert used not in taken
 
 
 async def test_the_end_cancels_what_is_sampled_ahead(policy_folder: Path) -> None:
@@ -253,6 +258,21 @@ async def test_a_user_hears_of_a_long_wait(policy_folder: Path, monkeypatch: pyt
         stream.served(1)
         await stream.take(2, critic_step=1)
     assert len(bench.notes) == told
+
+
+@in_virtual_time
+async def test_a_user_hears_of_a_wait_that_is_three_times_as_long_as_the_last_one(policy_folder: Path) -> None:
+    bench, told = Bench(policy_folder, 0, prompts_per_call=1), []
+    async with Beside() as beside:
+        stream = bench.open(beside)
+        # After 30 s and 60 s; not before 270 s; after 600 s.
+        for step, seconds in enumerate((90, 200, 700), start=1):
+            asyncio.get_running_loop().call_later(seconds, bench.hold(2 * step - 1).set)
+            await bench.step(stream, step)
+            told.append(len(bench.notes))
+            stream.served(step)
+    assert told == [2, 2, 3]
+    assert bench.notes[2].startswith("step 3 has waited 600 s for samples. ")
 
 
 def test_a_batch_is_not_sampled_further_ahead_than_the_bound_allows() -> None:
