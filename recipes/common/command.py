@@ -15,6 +15,9 @@ PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 Read when torch is first imported, so set before that.
 """
 
+LARGEST_SEED = 2**32 - 1
+"""Largest seed of the trainings that make the models."""
+
 Make = Callable[[Path, int, Console], bool]
 """A recipe: fills a folder for a seed, reports to a console, and says whether there was anything to do."""
 
@@ -26,7 +29,7 @@ def run(recipe: str, make: Make, arguments: Sequence[str] | None = None) -> None
         prog=f"python -m recipes.{recipe}", description=f"Makes the models and prompts of {recipe}."
     )
     parser.add_argument("--out", type=Path, default=Path("models") / recipe, help="folder to write to")
-    parser.add_argument("--seed", type=_seed, default=0, help="seed of split, data and weights, from 0 up")
+    parser.add_argument("--seed", type=_seed, default=0, help=f"seed of all that is made, up to {LARGEST_SEED}")
     chosen = parser.parse_args(arguments)
     os.environ.update(PATIENT | os.environ)
     try:
@@ -39,6 +42,6 @@ def run(recipe: str, make: Make, arguments: Sequence[str] | None = None) -> None
 
 
 def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
+    if not text.isdecimal() or int(text) > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST_SEED}")
     return int(text)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
+from quartet.config.base import Seed
 from recipes.common.build import make_once
-from recipes.common.command import run
+from recipes.common.command import LARGEST_SEED, run
 from recipes.common.stages import Stages
 
 
@@ -105,6 +107,13 @@ def test_an_unreadable_record_makes_it_again(workshop: Workshop) -> None:
     assert workshop.make()
 
 
+def test_the_largest_seed_is_that_of_the_trainings() -> None:
+    seeds = TypeAdapter(Seed)
+    assert seeds.validate_python(LARGEST_SEED) == LARGEST_SEED
+    with pytest.raises(ValidationError):
+        seeds.validate_python(LARGEST_SEED + 1)
+
+
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("no memory")])
 def test_an_interrupted_build_leaves_nothing(workshop: Workshop, failure: BaseException) -> None:
     workshop.failure = failure
@@ -145,16 +154,17 @@ def test_the_command_passes_folder_and_seed_on(tmp_path: Path) -> None:
         return True
 
     run("thing", make, ["--out", str(tmp_path), "--seed", "7"])
+    run("thing", make, ["--seed", "4294967295"])
     run("thing", make, [])
-    assert calls == [(tmp_path, 7), (Path("models/thing"), 0)]
+    assert calls == [(tmp_path, 7), (Path("models/thing"), LARGEST_SEED), (Path("models/thing"), 0)]
 
 
-@pytest.mark.parametrize("seed", ["-1", "1.5", "x"])
+@pytest.mark.parametrize("seed", ["-1", "1.5", "x", str(LARGEST_SEED + 1)])
 def test_the_command_refuses_a_bad_seed(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run("thing", lambda out, seed, console: True, [f"--seed={seed}"])
     assert stopped.value.code == 2
-    assert f"--seed: '{seed}' is not a whole number from 0 up" in capsys.readouterr().err
+    assert f"--seed: '{seed}' is not a whole number from 0 to 4294967295" in capsys.readouterr().err
 
 
 def test_the_command_reports_a_folder_with_other_things(capsys: pytest.CaptureFixture[str]) -> None:
