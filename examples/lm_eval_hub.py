@@ -24,6 +24,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -66,7 +67,8 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
 
 
 def asked(hub: str, token: str | None, body: Mapping[str, Any], timeout_s: float) -> Any:
-    """The hub's answer. A hub that is busy is asked again. RuntimeError if it refuses the request."""
+    """The hub's answer. A hub that is busy is asked again. RuntimeError if it refuses the request, or gives no
+    answer in time or none in JSON."""
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
     request = Request(f"{hub}/v1/rewards", json.dumps(body).encode(), headers)
     # A proxy that the environment names is for other machines.
@@ -82,3 +84,5 @@ def asked(hub: str, token: str | None, body: Mapping[str, Any], timeout_s: float
                 said = error.read(1000).decode(errors="replace")
                 raise RuntimeError(f"{hub}: status {error.code}: {said}") from None
             time.sleep(pause)
+        except (OSError, HTTPException, ValueError) as error:  # which name no address
+            raise RuntimeError(f"{hub}: no answer: {error}") from error

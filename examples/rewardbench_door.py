@@ -62,7 +62,7 @@ def ask(door: str, scorer: str, key: str | None, pairs: Sequence[Mapping[str, An
 
     Raises:
         UnscoredError: one has none.
-        RuntimeError: the door refuses the request, or the scorer gives several scores.
+        RuntimeError: the door refuses the request or does not answer it, or the scorer gives several scores.
     """
     results = asked(door, key, {"scorer": scorer, "pairs": pairs}, TIMEOUT_S)["results"]
     for pair, result in zip(pairs, results, strict=True):

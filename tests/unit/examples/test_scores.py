@@ -78,3 +78,18 @@ async def test_the_metric_has_a_number_for_each_named_score(
     monkeypatch.setenv("QUARTET_SCORER", "none")
     with pytest.raises(RuntimeError, match="status 404"):
         await asyncio.to_thread(metric.process_results, doc, ["w7"])
+
+
+async def test_a_hub_without_an_answer_is_named(metric: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>")
+
+    other = await asyncio.start_server(page, "127.0.0.1", 0)
+    hub = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}/reward"
+    monkeypatch.setenv("QUARTET_HUB", hub)
+    with pytest.raises(RuntimeError, match=f"^{hub}: no answer: "):  # but another program's page
+        await asyncio.to_thread(metric.process_results, {"question": "w5", "answer": ""}, ["w7"])
+    other.close()
+    with pytest.raises(RuntimeError, match=f"^{hub}: no answer: .*refused"):
+        await asyncio.to_thread(metric.process_results, {"question": "w5", "answer": ""}, ["w7"])
