@@ -22,7 +22,7 @@ from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.identity import vocabulary_size
 from services.rollout.config import RolloutConfig
-from services.rollout.interface import Engine
+from services.rollout.interface import NO_VERSION, Engine
 from services.rollout.sample import FinishReason, Sample, Sampling
 
 REMEMBERED = 8
@@ -61,6 +61,10 @@ class PlainEngine:
         self._paused = False
         self._receiver: Receiver | None = None
         self._manifest: Manifest | None = None
+        self._loading: asyncio.Task[None] | None = None
+        """The last copying of received weights into the model, which no deadline of a commit can end."""
+        self._whole = True
+        """False from the begin of a commit to its end, and after one that failed."""
 
     async def generate(
         self,
@@ -190,8 +194,10 @@ class PlainEngine:
 
     async def commit(self, version: int) -> None:
         """Copies the received weights into the model and goes on."""
-        await asyncio.to_thread(self._load)
-        self.version, self.checksum = version, self._received
+        self._whole = False
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        await asyncio.shield(self._loading)
+        self.version, self.checksum, self._whole = version, self._received, True
         self.checksums.pop(version, None)
         self.checksums[version] = self._received
         self.checksums = dict(list(self.checksums.items())[-REMEMBERED:])
@@ -208,10 +214,16 @@ class PlainEngine:
         self._receiver.check()
 
     async def abort(self) -> bool:
-        """Goes on with the weights that the model has, which a push changes only in its commit."""
+        """Goes on with the weights that the model has, which a push changes only in its commit. After a commit that
+        failed these may be of two versions: False, and the engine stays paused until the next one."""
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
         await self.leave()
-        self._resume()
-        return True
+        if self._whole:
+            self._resume()
+        else:
+            self.version, self.checksum = NO_VERSION, ""
+        return self._whole
 
     def shutdown(self) -> None:
         """Leaves the group; the model ends with this process."""
