@@ -17,7 +17,8 @@ import pytest
 
 from benchmarks.figures import read
 from benchmarks.lent.pack import Packing, pack, told
-from benchmarks.lent.wheels import strip
+from benchmarks.lent.wheels import read_image, strip
+from tests.lock import read as read_lock
 
 ROOT = Path(__file__).parents[3]
 STAGES = """
@@ -150,6 +151,17 @@ def test_parts_install_and_run_the_plan_as_they_come(packing: Packing, tmp_path:
     assert {"small.py", "common.py", "there.py"} <= installed
     assert (tmp_path / "machine" / "packages" / "large" / "kernels").read_bytes() == KERNELS
     assert not (tmp_path / "machine" / "project" / "uncommitted.py").exists()
+
+
+def test_the_page_names_the_versions_that_a_lent_machine_has() -> None:
+    """Versions of its image where they stay, and else those of the lock, which the parts bring."""
+    packing = Packing(Path("parts"))
+    image = read_image(packing.image.read_text())
+    locked = {entry.requirement.name: entry.version for lock in packing.locks for entry in read_lock(lock)}
+    [named] = re.findall(r"`uv pip install ([^`]+)`", (ROOT / "benchmarks/lent/README.md").read_text())
+    for name, _, version in (word.partition("==") for word in named.split()):
+        kept = name in image and image[name].keep
+        assert version == (image[name].version if kept else locked[name]), name
 
 
 def test_only_a_large_file_that_shrinks_is_compressed_by_lzma(tmp_path: Path) -> None:
