@@ -18,6 +18,7 @@ from orchestrator.experience.experience import Collected, Finished, Row, Scored,
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used, calls, training_requests
 from orchestrator.experience.slots import Slots
+from quartet.threads import in_thread
 from quartet.wire.codec import Floats
 from quartet.wire.errors import DeadlineExceeded
 
@@ -118,7 +119,8 @@ class Stream:
         if critic_step is not None and "values" not in collected.columns:
             collected = await self._collector.value(collected, critic_step)
         if self._journal:
-            await asyncio.to_thread(self._journal.write, step, collected)
+            journal = self._journal
+            await in_thread(lambda: journal.write(step, collected), "journal")
         return collected
 
     def served(self, version: int) -> None:

@@ -16,6 +16,7 @@ from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, number
 from quartet.config.base import MIB
 from quartet.folders import make, remove, rename, write
 from quartet.learner.layout import LAYOUT
+from quartet.threads import in_thread
 from quartet.wire.errors import NotFinite, ServiceError, leaves
 
 
@@ -132,8 +133,9 @@ class Checkpoints:
                     group.create_task(learner.write_snapshot(aside))
             self._check_shared(aside)
         # A thread goes on when its task is cancelled. So the end of this task waits for it in any case: nothing is
-        # removed from a folder that is about to become the checkpoint, nor read while others are removed.
-        completing = asyncio.ensure_future(asyncio.to_thread(self._complete, aside, state))
+        # removed from a folder that is about to become the checkpoint, nor read while others are removed. No pool's
+        # thread: pools take no work at the end of a program, which waits for a run that was not closed.
+        completing = asyncio.ensure_future(in_thread(lambda: self._complete(aside, state), "checkpoint"))
         try:
             await asyncio.shield(completing)
         except asyncio.CancelledError:

@@ -1,6 +1,8 @@
 """Checkpoints: whole or not there, the last few kept, training going on while they are written."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from orchestrator.loop.checkpoint_folder import latest
 from quartet.ranks.group import RanksLost
 from quartet.wire.errors import Internal, NotFinite, ServiceError, leaves
 from services.critic.client import CriticReset
+from tests.configuration import REPO
 from tests.unit.checkpoint_stage import Stage
 from tests.unit.fake_clock import Clock
 from tests.unit.train_states import state
@@ -42,6 +45,34 @@ async def test_one_is_taken_after_the_last_step_unless_there_are_none(tmp_path: 
             for step in (1, 2, 3):
                 await checkpoints.take_if_due(state(step), last=step == 3)
         assert stage.checkpoint_names() == wanted
+
+
+ENDING = """
+import asyncio, sys, threading
+from pathlib import Path
+from tests.unit.checkpoint_stage import Stage
+from tests.unit.train_states import state
+
+async def run():
+    stage = Stage(Path(sys.argv[1]))
+    await asyncio.to_thread(lambda: None)  # begins a pool, as much else of a run does
+    async with stage.checkpoints as checkpoints:
+        begun.set()
+        while threading.main_thread().is_alive():
+            await asyncio.sleep(0.01)
+        await checkpoints.first(state(0))
+
+begun = threading.Event()
+threading.Thread(target=lambda: asyncio.run(run())).start()
+begun.wait()
+"""
+
+
+def test_one_is_written_while_a_program_ends_that_did_not_close_its_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDING, str(tmp_path)]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000"], ended.stderr
 
 
 async def test_none_is_taken_while_steps_are_skipped_and_none_evicts_the_last_good_one(tmp_path: Path) -> None:
