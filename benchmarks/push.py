@@ -264,7 +264,10 @@ class Bare:
                 target=_receive, args=(theirs, self._store.port, rank, 1 + replicas, mib), daemon=True
             )
             process.start()
+            theirs.close()  # so that the death of its process is noticed
             self._receivers.append((mine, process))
+        for pipe, _ in self._receivers:
+            pipe.recv()  # to start takes as long as imports take, which the group's deadline says nothing about
         self._group = Group(
             self._store, gloo_wire(HOST), rank=0, world_size=1 + replicas, membership=0, timeout_s=STALL_S
         )
@@ -292,6 +295,7 @@ def _receive(pipe: Connection, port: int, rank: int, world_size: int, mib: int) 
     torch.set_num_threads(1)
     data = torch.ones(mib * MIB, dtype=torch.uint8)
     store = reach_store(HOST, port, STALL_S)
+    pipe.send("ready")
     group = Group(store, gloo_wire(HOST), rank=rank, world_size=world_size, membership=0, timeout_s=STALL_S)
     while pipe.recv() == "receive":
         group.broadcast(data)
