@@ -43,6 +43,8 @@ ALIKE_S = 10
 """Longest wait for all rollout replicas to serve the same weights, which they do but for moments of a push."""
 LOOK_S = 1
 """Seconds between two looks at that."""
+LONGEST_NAME = 100
+"""Most characters of a model's path, the last ones, in the name of a file, which file systems limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ async def evaluate_model(
         deployment: its services have to be up; its sampling settings and judges are used.
         model: a model folder, or "current" for the rollout service's present weights.
         split: split of the configured data set, such as "eval" or "train[:100]"; None: the file's `data.eval_split`.
-        output: the JSONL file; None: runs/<name>/evaluate-<model>-<split>.jsonl.
+        output: the JSONL file; None: that of `default_output`.
         connect: makes the clients.
         note: called with messages for the user.
 
@@ -88,7 +90,7 @@ async def evaluate_model(
     """
     config = deployment.orchestrator
     split = split or config.data.eval_split or EVAL
-    path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
+    path = output or default_output(config.name, model, split)
     if path.is_dir():
         raise ConfigError(f"--output: {path} is a folder; name a file in it")
     if problem := unusable(path.parent):
@@ -170,8 +172,14 @@ def _weights(report: rollout_pb2.WeightReport) -> str:
     return f"version {report.policy_version}" if report.timeline else "its model's own"
 
 
-def _plain(split: str) -> str:
-    return "".join(character if character.isalnum() else "_" for character in split)
+def default_output(run: str, model: str, split: str) -> Path:
+    """The file of an evaluation's samples, with the model's whole path in its name: the policies before and after a
+    run are folders of the same name."""
+    return RUNS / run / f"evaluate-{_plain(model)[-LONGEST_NAME:]}-{_plain(split)}.jsonl"
+
+
+def _plain(text: str) -> str:
+    return "".join(character if character.isalnum() else "_" for character in text)
 
 
 def _table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) -> Table:

@@ -13,7 +13,7 @@ import yaml
 from transformers import GenerationConfig
 
 from orchestrator.clients import Services
-from orchestrator.commands.evaluate import evaluate_model, served
+from orchestrator.commands.evaluate import default_output, evaluate_model, served
 from orchestrator.commands.offline import OfflineRollout, rollout_config
 from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
@@ -86,6 +86,16 @@ async def test_the_split_is_the_files_unless_it_is_given(
         await evaluate_model(deployment, "current", None, None, lambda config, purpose: make_services())
     with pytest.raises(ConfigError, match="no split 'other'"):
         await evaluate_model(deployment, "current", "other", None, lambda config, purpose: make_services())
+
+
+def test_models_of_the_same_name_in_other_folders_have_files_of_their_own() -> None:
+    models = ("current", "./current", "models/policy", "runs/run/policy", "/models/policy")
+    paths = [default_output("run", model, "eval") for model in models]
+    assert [paths[0].name, paths[3].name] == ["evaluate-current-eval.jsonl", "evaluate-runs_run_policy-eval.jsonl"]
+    assert {path.parent for path in paths} == {Path("runs/run")}
+    assert len({*paths}) == len(models)
+    assert default_output("run", "current", "train[:9]").name == "evaluate-current-train__9_.jsonl"
+    assert len(default_output("run", "/disk" + "/folder" * 100, "eval").name) < 255
 
 
 async def test_a_place_that_could_not_take_the_samples_is_refused_at_the_start(
