@@ -78,12 +78,17 @@ def test_another_process_reads_what_was_loaded(backend: str, count: int, tmp_pat
 
 
 @backends
-def test_a_reader_notices_that_it_is_written_meanwhile(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "writing"), [(1, 0), (2, 0), (2, 1)])
+def test_a_reader_notices_that_it_is_written_meanwhile(
+    backend: str, count: int, writing: int, tmp_path: Path
+) -> None:
+    """Also where one of several senders writes alone."""
     gpu = FakeGpu(tmp_path)
-    [sender] = senders_of(backend, 1, gpu)
-    sender.load(TENSORS.items(), 1)
+    senders = senders_of(backend, count, gpu)
+    for sender in senders:
+        sender.load(TENSORS.items(), 1)
     receiver = make_receiver(backend, CPU, gpu.cuda)
-    receiver.join(joining(backend, sender.rendezvous()))
+    receiver.join(joining(backend, *(sender.rendezvous() for sender in senders)))
     first = receiver.receive(MANIFEST)
     receiver.check()
 
@@ -94,13 +99,14 @@ def test_a_reader_notices_that_it_is_written_meanwhile(backend: str, tmp_path: P
                 receiver.receive(MANIFEST)
             yield name, tensor + 1
 
-    sender.load(interrupted(), 2)
+    senders[writing].load(interrupted(), 2)
     with pytest.raises(RuntimeError, match="wrote other weights while these were loaded"):
         receiver.check()
     assert receiver.receive(MANIFEST) != first
     receiver.check()
     receiver.close()
-    sender.close()
+    for sender in senders:
+        sender.close()
 
 
 def test_memory_that_is_gone_or_too_small_is_an_error_and_nothing_stays_open(tmp_path: Path) -> None:

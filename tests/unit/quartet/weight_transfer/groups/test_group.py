@@ -214,6 +214,39 @@ def test_a_sender_that_gives_a_membership_up_while_it_joins_is_free_for_the_next
     sender.close()
 
 
+def test_an_abandoned_membership_is_left_and_no_other() -> None:
+    """Neither do newcomers that are given up cost the others their group, nor the reverse."""
+    main, newcomers = Answering(), Stuck()
+    made: Iterator[Any] = iter([main, newcomers])
+    weights = {"w": torch.zeros(4)}
+    sender = GroupSender(Manifest.of(weights, 16), Wire(lambda *_: next(made)), host=HOST, stall_s=600)
+    sender.load(weights.items(), 1)
+    sender.join(1, 1)
+    failures: list[str] = []
+
+    def add() -> None:
+        with pytest.raises(RuntimeError) as failed:
+            sender.add_newcomers(2, 1)
+        failures.append(str(failed.value))
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    assert newcomers.begun.wait(60)
+    sender.abandon(7)
+    assert (main.aborts, newcomers.aborts) == (0, 0)
+    sender.abandon(2)
+    adding.join(60)
+    assert failures == ["NCCL communicator was aborted"]
+    assert (main.aborts, newcomers.aborts) == (0, 1)
+    assert sender.send(1).keys() == {0}
+    sender.abandon(2)
+    assert main.aborts == 0
+    sender.abandon(1)
+    assert main.aborts == 1
+    with pytest.raises(RuntimeError, match="join comes before send"):
+        sender.send(1)
+
+
 def test_members_that_do_not_come_are_named_before_anything_is_formed_and_the_next_membership_works() -> None:
     formed: list[int] = []
 
