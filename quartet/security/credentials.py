@@ -134,8 +134,6 @@ def _open(target: str, credentials: Credentials, file: Path) -> grpc.aio.Channel
         return open_channel(target, interceptors=bearer_interceptors(token) if token else ())
     names = (credentials.ca, credentials.certificate, credentials.key)
     files = [file.parent / name for name in names if name is not None]
-    if not files:
-        return _secured(target, credentials, file, token)
     return RenewedChannel(lambda: _secured(target, credentials, file, token), files)
 
 

@@ -7,7 +7,7 @@ import pytest
 from grpc import StatusCode
 
 from quartet.config.base import ConfigError
-from quartet.security.credentials import VARIABLE, connect
+from quartet.security.credentials import VARIABLE, connect, token_for
 from quartet.security.identity import Caller
 from quartet.security.local import FOLDER, let_owner_in, own_credentials, policy_in, shut
 from quartet.security.port import Port
@@ -84,6 +84,31 @@ async def test_from_elsewhere_the_folder_is_named(folder: Path, monkeypatch: pyt
         for environment, code in (({}, StatusCode.UNAUTHENTICATED), ({VARIABLE: str(folder)}, StatusCode.OK)):
             async with connect(target, environment) as channel:
                 assert (await outcome(ask(channel, "Reward/Score")))[0] is code
+
+
+@pytest.mark.parametrize(
+    ("named", "token"),
+    [
+        ("targets: {10.0.0.5:1: elsewhere}", "the folder's"),  # it says nothing of this port
+        ("{plaintext: true, token_file: token, targets: {10.0.0.5:1: elsewhere}}", "mine"),
+        ("{plaintext: true, targets: {127.0.0.1:1: mine.yaml}}", "mine"),
+        ("{}", None),  # TLS, and no token
+    ],
+)
+def test_credentials_that_are_named_come_first_unless_they_are_of_other_ports(
+    folder: Path, tmp_path: Path, named: str, token: str | None
+) -> None:
+    (folder / "token").write_text("the folder's\n")
+    (tmp_path / "token").write_text("mine\n")
+    (tmp_path / "mine.yaml").write_text("{plaintext: true, token_file: token}")
+    (tmp_path / "named.yaml").write_text(named)
+    assert token_for("127.0.0.1:1", {VARIABLE: str(tmp_path / "named.yaml")}) == token
+    assert token_for("127.0.0.1:1", {}) == "the folder's"
+
+
+def test_a_folder_without_credentials_is_as_none(folder: Path) -> None:
+    (folder / "credentials.yaml").unlink()
+    assert own_credentials() is None
 
 
 def test_it_is_made_once_and_goes_with_the_head(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from quartet.config.base import ConfigError
 from quartet.security.credentials import VARIABLE, check_tls
 from quartet.security.keys.folder import Keys
-from quartet.security.other_end import has_tls
+from quartet.security.other_end import has_tls, refused
 from quartet.security.port import Port
 from quartet.wire.errors import Unavailable
 from services.reward.client import RewardClient
@@ -68,6 +68,15 @@ async def test_a_caller_is_told_of_a_certificate_that_it_does_not_accept(keys: K
             pytest.raises(ConfigError, match=rf"^{target} has TLS, with a certificate that .*{VARIABLE} has to name"),
         ):
             await check_tls(target)
+
+
+async def test_a_certificate_is_compared_with_the_host_or_with_the_name_that_is_given(keys: Keys) -> None:
+    authorities = (keys.folder / "clients/me/ca.pem").read_bytes()
+    async with front_door(Port(policy=keys.policy)) as (target, _):
+        assert await refused(target, authorities, None) == ""
+        assert "elsewhere.example" in await refused(target, authorities, "elsewhere.example")
+        assert await refused(target, None, None)  # the machine trusts other authorities
+        assert await refused(target, b"\xff", None) == ""  # which gRPC says itself
 
 
 async def test_a_port_that_is_closed_or_silent_or_hangs_up_tells_neither(keys: Keys) -> None:

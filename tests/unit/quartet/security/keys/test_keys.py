@@ -208,6 +208,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     ("values", "says"),
     [
         ({"plaintext": True, "token_file": "token"}, "10.0.0.5:1 is not on loopback"),
+        ({"plaintext": True, "token_file": "none"}, "none cannot be read"),
         ({"certificate": "client.pem"}, "certificate, key: give both, or neither"),
         ({"ca": "none.pem"}, "none.pem cannot be read"),
         ({"plaintext": True, "ca": "ca.pem"}, "needs no ca"),
