@@ -82,7 +82,7 @@ def test_another_process_reads_what_was_loaded(backend: str, count: int, tmp_pat
 def test_a_reader_notices_that_it_is_written_meanwhile(
     backend: str, count: int, writing: int, tmp_path: Path
 ) -> None:
-    """Also where one of several senders writes alone."""
+    """One of several senders may write alone."""
     gpu = FakeGpu(tmp_path)
     senders = senders_of(backend, count, gpu)
     for sender in senders:
