@@ -1,4 +1,4 @@
-"""Who a call is from and whether that caller may make it, without a port."""
+"""The caller of a call, and whether that caller may make it, without a port."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
