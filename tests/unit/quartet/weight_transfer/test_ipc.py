@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quartet.weight_transfer.ipc import SharedSender
+from quartet.weight_transfer.ipc import SharedBuckets, SharedSender
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.buckets import checksum
 from quartet.weight_transfer.memory.device_digest import CHUNK_WORDS, device_digest
 from quartet.weight_transfer.memory.device_memory import DeviceMemory, cuda_runtime
 from quartet.weight_transfer.receiver import Joining, make_receiver
 from quartet.weight_transfer.sender import Sender, make_sender
+from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
 from tests.forked import FORKED
 from tests.unit.fake_cuda import LARGEST, FakeGpu
 
@@ -128,6 +129,42 @@ def test_memory_that_is_gone_or_too_small_is_an_error_and_nothing_stays_open(tmp
     for sender in senders:
         sender.close()
     assert gpu.mapped == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "down", "up"),
+    [("ipc", 1, 1), ("cuda-ipc", 0, 0)],  # copies of all weights, by the sender and by the replica
+)
+def test_bytes_that_a_push_copies_between_host_and_device(backend: str, down: int, up: int, tmp_path: Path) -> None:
+    cuda = FakeGpu(tmp_path).cuda
+    with FakeDevice().counting() as device:
+        weights = {f"w{i}": torch.full((4,), float(i), device=DEVICE) for i in range(5)}
+        manifest, total = Manifest.of(weights, bucket_bytes=32), 5 * 16
+        with device.labelled("sender"):
+            if backend == "ipc":
+                sender = SharedSender.host(manifest, device=DEVICE)
+            else:
+                sender = SharedSender.gpu(manifest, DEVICE, cuda=cuda)
+                device.take(sender._buckets[0])
+            sender.load(weights.items(), 1)
+        with device.labelled("replica"):
+            numbers = [sender.rendezvous()]
+            if backend == "ipc":
+                shared = SharedBuckets.host(numbers, manifest)
+            else:
+                shared = SharedBuckets.gpu(numbers, manifest, DEVICE, cuda)
+                device.take(shared._opened[0].data)
+            assert shared.verify() == checksum(sender.send(1))
+            loaded = [
+                tensor.tolist()
+                for bucket, data in shared.buckets()
+                for _, tensor in manifest.cut(bucket, data.to(DEVICE, non_blocking=True))
+            ]
+        shared.close()
+        sender.close()
+    assert loaded == [[float(i)] * 4 for i in range(5)]
+    expected = {("sender", DOWN): down * total, ("replica", UP): up * total}
+    assert device.copied == {key: size for key, size in expected.items() if size}
 
 
 def test_without_a_gpu_it_is_refused() -> None:
