@@ -7,7 +7,6 @@ import yaml
 
 from tests.cluster import Quartet, command
 from tests.commands import finished
-from tests.configuration import REPO
 
 
 def test_check_passes_the_file_that_is_deployed(quartet: Quartet, tmp_path: Path) -> None:
@@ -41,9 +40,3 @@ def test_check_lists_every_problem_of_a_file(quartet: Quartet, tmp_path: Path) -
         "orchestrator.sampling.temperature: should be a number, got 'warm'",
     ):
         assert problem in done.stderr
-
-
-def test_check_of_no_file_says_so(tmp_path: Path) -> None:
-    done = command(tmp_path, "check", str(REPO / "deploy" / "quintet.yaml"))
-    assert done.returncode == 1
-    assert "quintet.yaml: cannot be read: No such file or directory" in done.stderr

@@ -75,15 +75,6 @@ async def test_a_run_killed_in_a_checkpoint_and_at_a_step_ends_as_one_that_was_n
     assert straight.measured()[-1]["samples/used_total"] == STEPS * 16
 
 
-@pytest.mark.exhaustive  # a run with no checkpoint begins like any other
-def test_a_run_killed_before_its_first_checkpoint_begins_again(quartet: Quartet) -> None:
-    run = Run(quartet, "early")
-    run.killed((run.folder / "metrics.jsonl").exists)
-    assert latest(run.folder / "checkpoints") is None
-    run.finish("--resume")
-    assert run.steps() == list(range(1, STEPS + 1))
-
-
 async def timelines(quartet: Quartet) -> list[int]:
     """The number of the lease that was claimed last, and the timelines of what critic and rollout replicas hold."""
     reports = await quartet.services.rollout.update_weights(10, discover=pb.Discover())

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 import psutil
@@ -217,19 +217,6 @@ async def test_a_newcomer_that_dies_while_it_joins_is_waited_for_until_ray_knows
     assert newcomer != replica
     assert newcomer not in rollouts(quartet)
     assert said == "died while it joined"
-
-
-@pytest.mark.exhaustive  # the calls, without processes: tests/unit/orchestrator/push/test_newcomers.py
-async def test_a_newcomer_joins_by_the_next_registry_when_one_is_frozen(quartet: Quartet, loop: Loop) -> None:
-    """A newcomer applies to a process that does not answer, and waits without a deadline of its own."""
-    frozen = named(quartet, "ray::Registry")
-    frozen.suspend()
-    psutil.Process(next(iter(rollouts(quartet).values()))).kill()
-    await loop.further(3)
-    await loop.reaching(2)
-    with suppress(psutil.NoSuchProcess):  # Ray may have ended it already
-        frozen.resume()
-    await asyncio.to_thread(frozen.wait, 30)
 
 
 async def test_the_controller_and_the_proxy_of_serve_are_killed(quartet: Quartet, loop: Loop) -> None:

@@ -54,13 +54,6 @@ async def test_texts_score_as_their_ids_do(quartet: Quartet) -> None:
     assert texts.values == pytest.approx(ids.values, abs=1e-6)
 
 
-async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
-    prompts, responses = plain.random_pairs(20)
-    actual = await quartet.services.reward.score(of(prompts * 100, responses * 100), timeout_s=120)
-    expected = np.tile(plain.scores(quartet.reward, prompts, responses), 100)
-    assert plain.furthest([actual.values], [expected]) < 1e-4
-
-
 @pytest.mark.parametrize("kind", MALFORMED)
 async def test_malformed_ids_are_refused_by_name(quartet: Quartet, kind: str) -> None:
     wrong, message = MALFORMED[kind]

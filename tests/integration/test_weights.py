@@ -15,7 +15,7 @@ from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.cluster import Quartet
 from tests.learner_batches import PolicyBatch
-from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push, push_model
+from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push
 from tests.trajectories import cut, of
 
 PROMPTS, _ = plain.random_pairs(32, seed=21, longest=20)
@@ -76,15 +76,6 @@ async def test_rollout_reference_and_learner_agree_until_training_moves_the_poli
     learned = cut(await learner.logprobs(of(PROMPTS, responses)), responses)
     assert plain.furthest(sampled, learned) < 1e-4
     assert plain.furthest(sampled, reference) > 0.1
-
-
-async def test_a_push_brings_every_replica_to_the_same_bytes(quartet: Quartet) -> None:
-    report = await push_model(quartet.services.rollout, perturbed(plain.language_model(quartet.policy), seed=1))
-    infos = await quartet.replicas()
-    assert report.attempts == 1
-    assert set(report.replicas) == set(infos)
-    assert {info.policy_version for info in infos.values()} == {report.policy_version}
-    assert {info.weights_checksum for info in infos.values()} == {report.checksum}
 
 
 async def sampled_across(
