@@ -5,15 +5,12 @@ import os
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import critic_pb2, reference_pb2, reward_pb2, rollout_pb2
-from quartet.security.local import FOLDER
-from tests.cluster import Quartet, eventually, named, refused
-from tests.leaving import leave_streams
+from tests.cluster import Quartet, refused
 
 NAMES = [f"quartet.v1.{name}" for name in ("Rollout", "Reward", "Reference", "Critic")]
 
@@ -82,22 +79,6 @@ async def test_a_method_name_that_is_not_text_is_refused_and_all_services_go_on(
         assert code is grpc.StatusCode.UNIMPLEMENTED
     for service in NAMES:
         assert await quartet.health(service) == health_pb2.HealthCheckResponse.SERVING
-
-
-@pytest.mark.usefixtures("base")
-@pytest.mark.parametrize("callers", [200, pytest.param(1000, marks=pytest.mark.exhaustive)])  # more of the same
-async def test_callers_that_leave_their_streams_leave_nothing_behind(quartet: Quartet, callers: int) -> None:
-    """Every one of them once ended the proxy, and with it all four services."""
-    proxy = named(quartet, "ray::ProxyActor").pid
-    prompts, token = [np.arange(5, 10, dtype=np.int32)] * 2, (quartet.folder / FOLDER / "token").read_text()
-    seen = await leave_streams(quartet.target, callers, prompts, 40, (("authorization", f"Bearer {token}"),))
-    assert set(seen) <= {"CANCELLED", "DEADLINE_EXCEEDED", "OK"}, seen
-    assert named(quartet, "ray::ProxyActor").pid == proxy
-
-    async def idle() -> bool:
-        return all(info.running == 0 for info in (await quartet.replicas()).values())
-
-    await eventually(idle, 120)
 
 
 async def test_hundreds_of_mistakes_leave_few_lines_in_the_logs(quartet: Quartet) -> None:
