@@ -101,8 +101,11 @@ async def stage(
 FAULTS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 PHASES = ["discover", "prepare", "transfer", "commit"]
 SILENCE_S = {"discover": CONTROL_S, "prepare": STALL_S + CONTROL_S, "transfer": TIMEOUT_S, "commit": COMMIT_S}
-"""A dead member's connections break at once. A frozen one is found by the silence of its phase, which has a deadline
-of its own, or sooner by questions meanwhile."""
+"""A frozen member is found by the silence of its phase, which has a deadline of its own, or sooner by questions
+meanwhile."""
+PATIENT = {"stall_s": 60.0, "control_s": 62.0, "timeout_s": 240.0, "commit_s": 60.0}
+"""Deadlines that a death is not waited for, since a dead member's connections break at once."""
+SOON_S = 40.0
 
 
 MORE = pytest.mark.exhaustive
@@ -115,39 +118,37 @@ LOST = [
     for fault in FAULTS
     for backend in ("gloo", "ipc", "cuda-ipc", "nccl")
 ]
-# What does not depend on how bytes travel is tried with either backend before a release.
-either = pytest.mark.parametrize(
-    "stage", ["gloo", *(pytest.param(backend, marks=MORE) for backend in ("ipc", "cuda-ipc", "nccl"))], indirect=True
-)
 
 
-@pytest.mark.parametrize(("phase", "fault", "stage"), LOST, indirect=["stage"])
-async def test_a_member_lost_before_a_phase_costs_one_attempt_at_most(stage: Stage, phase: str, fault: str) -> None:
-    stage.fleet.before = {phase: stage.send("b", FAULTS[fault])}
-    report = await stage.push(2)
-    assert report.replicas == ("a", "c")
-    assert report.attempts <= 2
-    actual = SILENCE_S[phase] + 1 if fault == "frozen" else 0
-    assert report.seconds < actual + CONTROL_S + 15
-    assert await stage.fleet.versions() == {"a": 2, "c": 2}
-    # And on it goes, at once.
-    again = await stage.push(3)
-    assert (again.attempts, again.replicas) == (1, ("a", "c"))
-    assert await stage.fleet.versions() == {"a": 3, "c": 3}
+@pytest.mark.parametrize(("phase", "fault", "backend"), LOST)
+async def test_a_member_lost_before_a_phase_costs_one_attempt_at_most(
+    phase: str, fault: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    async with three(backend, **(PATIENT if fault == "killed" else {})) as stage:
+        stage.fleet.before = {phase: stage.send("b", FAULTS[fault])}
+        report = await stage.push(2)
+        assert report.replicas == ("a", "c")
+        assert report.attempts <= 2
+        assert report.seconds < (SOON_S if fault == "killed" else SILENCE_S[phase] + CONTROL_S + 16)
+        assert await stage.fleet.versions() == {"a": 2, "c": 2}
+        # And on it goes, at once.
+        again = await stage.push(3)
+        assert (again.attempts, again.replicas) == (1, ("a", "c"))
+        assert await stage.fleet.versions() == {"a": 3, "c": 3}
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=MORE)])  # ipc has no middle
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(fault: str, backend: str) -> None:
-    """The silence is noticed at weights.stall_s, not at the end of the phase. The others answer the abort when their
-    own transfers have failed, at stall_s at the latest, which control_s leaves room for."""
-    control_s = STALL_S + CONTROL_S
-    async with three(backend, control_s=control_s) as stage:
+    """A death is noticed at once, a silence at weights.stall_s and not at the end of the phase. Others answer the
+    abort when their own transfers have failed, at stall_s at the latest, which control_s leaves room for."""
+    patience = PATIENT | ({} if fault == "killed" else {"stall_s": STALL_S, "control_s": STALL_S + CONTROL_S})
+    async with three(backend, **patience) as stage:
         stage.source.midway = lambda: stage.fleet.members["b"].signal(FAULTS[fault])
         report = await stage.push(2)
         assert (report.attempts, report.replicas) == (2, ("a", "c"))
-        actual = {"killed": 0.0, "frozen": STALL_S + control_s + 1}[fault]
-        assert report.seconds < actual + 15
+        assert report.seconds < SOON_S
         assert await stage.fleet.versions() == {"a": 2, "c": 2}
         assert (await stage.push(3)).attempts == 1
 
@@ -213,7 +214,9 @@ async def test_a_member_that_serve_is_stopping_does_not_hold_the_others_up_until
         assert await stage.fleet.versions() == {"c": 3}
 
 
-@either
+@pytest.mark.parametrize(
+    "stage", ["gloo", *(pytest.param(backend, marks=MORE) for backend in ("ipc", "cuda-ipc", "nccl"))], indirect=True
+)
 async def test_a_member_that_thaws_is_back_with_the_next_push(stage: Stage) -> None:
     """Meanwhile it serves the version it had, and says so."""
     stage.fleet.before = {"transfer": stage.send("b", signal.SIGSTOP)}
@@ -224,47 +227,6 @@ async def test_a_member_that_thaws_is_back_with_the_next_push(stage: Stage) -> N
             await asyncio.sleep(0.1)
     assert (await stage.push(3)).replicas == ("a", "b", "c")
     assert await stage.fleet.versions() == {"a": 3, "b": 3, "c": 3}
-
-
-@either
-async def test_all_members_lost_at_once_are_waited_for(stage: Stage) -> None:
-    for name in "abc":
-        stage.fleet.members[name].signal(signal.SIGKILL)
-    began = len(stage.fleet.phases)
-    pushing = asyncio.create_task(stage.push(2))
-    async with asyncio.timeout(30):
-        while stage.fleet.phases[began:].count("discover") < 2:  # none was left at the first look
-            await asyncio.sleep(0.05)
-    await stage.fleet.add("d")
-    assert (await pushing).replicas == ("d",)
-    assert await stage.fleet.versions() == {"d": 2}
-
-
-@either
-async def test_the_call_that_is_lost_with_its_replica_is_made_again(stage: Stage) -> None:
-    """The replica that took the control call dies with it: for the caller, the call fails as a whole."""
-
-    async def lose() -> None:
-        stage.fleet.members["b"].signal(signal.SIGKILL)
-        raise Unavailable("rollout.UpdateWeights(transfer): connection reset")
-
-    stage.fleet.before = {"transfer": lose}
-    report = await stage.push(2)
-    assert (report.attempts, report.replicas) == (2, ("a", "c"))
-    assert await stage.fleet.versions() == {"a": 2, "c": 2}
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("ipc", marks=MORE)])
-async def test_forming_a_group_again_waits_for_no_deadline(backend: str) -> None:
-    """Beyond the detection, here of a death: roll-back, prepare, transfer and commit of a second attempt together,
-    less a push that nothing befalls. Milliseconds, which are printed; any deadline is a minute at least."""
-    async with three(backend, stall_s=60, control_s=60, timeout_s=240, commit_s=60) as stage:
-        plain = min([(await stage.push(version)).seconds for version in (2, 3, 4)])
-        stage.fleet.before = {"prepare": stage.send("b", signal.SIGKILL)}
-        report = await stage.push(5)
-        assert report.attempts == 2
-        print(f"forming the group again: {report.seconds - plain:.2f} s")
-        assert report.seconds - plain < 60
 
 
 async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_does_no_harm(stage: Stage) -> None:
