@@ -1,5 +1,5 @@
 """A device that is not there: `cpu:0`, whose memory is told apart from the host's, `cpu`, so that copies between the
-two are counted. Benchmarks use it too."""
+two are counted."""
 
 import threading
 from collections import Counter

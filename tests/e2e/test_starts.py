@@ -5,14 +5,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 
-import psutil
 import pytest
 import yaml
 
 from orchestrator.deployment.cluster import STATE
 from orchestrator.deployment.listeners import free_ports
 from tests.chaos.victims import titled
-from tests.cluster import Quartet, engine_of, named, rollouts
+from tests.cluster import Quartet, named
 from tests.commands import PATIENCE_S, finished
 from tests.runs import Run
 
@@ -28,12 +27,6 @@ def short(quartet: Quartet) -> Iterator[Run]:
     yield run
     run.end()
     run.log.unlink(missing_ok=True)
-
-
-def frozen(quartet: Quartet) -> list[psutil.Process]:
-    """One rollout replica, with its engine."""
-    victim = next(iter(rollouts(quartet).values()))
-    return [psutil.Process(engine_of(victim)), psutil.Process(victim)]
 
 
 async def test_the_proxy_the_controller_and_the_critic_are_killed_as_a_run_starts(
@@ -82,22 +75,6 @@ async def test_replicas_that_start_for_longer_than_a_push_waits_for_them(quartet
 
     short.wait(gave_up, process)
     assert process.wait(PATIENCE_S) == 0, short.log.read_text()
-    assert short.steps() == [1, 2]
-
-
-@pytest.mark.exhaustive  # in `make test` one dies there
-async def test_a_replica_that_stands_still_in_the_first_push(quartet: Quartet, short: Run) -> None:
-    process = short.start("--overwrite")
-    short.wait(lambda: bool(titled(quartet, "ray::PolicyRank")), process)
-    still = frozen(quartet)
-    for each in still:
-        each.suspend()
-    try:
-        assert process.wait(PATIENCE_S) == 0, short.log.read_text()
-    finally:
-        for each in still:
-            if each.is_running():
-                each.send_signal(signal.SIGCONT)
     assert short.steps() == [1, 2]
 
 

@@ -79,7 +79,7 @@ async def test_rollout_reference_and_learner_agree_until_training_moves_the_poli
 
 
 async def sampled_across(
-    quartet: Quartet, source: ModelSource, version: int, *, in_flight: str = "keep"
+    quartet: Quartet, source: ModelSource, version: int, in_flight: str
 ) -> tuple[list[Sample], int]:
     """Samples from before a push until after it, and how many were asked for again.
 
@@ -115,16 +115,6 @@ async def sampled_across(
     return samples, sum(repeated)
 
 
-async def test_responses_in_the_engine_are_finished_under_the_new_weights(quartet: Quartet) -> None:
-    """in_flight: keep. Each token's span names its weights, and pushes cost no token."""
-    version = await next_version(quartet)
-    source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=2))
-    samples, _ = await sampled_across(quartet, source, version)
-    assert {tuple(v for v, _, _ in s.spans) for s in samples} >= {(version - 1, version), (version,)}
-    for s in samples:
-        assert [0, *(end for _, _, end in s.spans)] == [*(start for _, start, _ in s.spans), len(s.response_ids)]
-
-
 # What an engine makes of a push that aborts is in tests/engine/test_resumed.py, what the client does in units.
 @pytest.mark.parametrize("in_flight", ["wait", pytest.param("abort", marks=pytest.mark.exhaustive)])
 async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Quartet, in_flight: str) -> None:
@@ -132,7 +122,7 @@ async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Qu
     lost."""
     version = await next_version(quartet)
     source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=3))
-    samples, repeated = await sampled_across(quartet, source, version, in_flight=in_flight)
+    samples, repeated = await sampled_across(quartet, source, version, in_flight)
     assert {v for sample in samples for v, _, _ in sample.spans} == {version - 1, version}
     assert bool(repeated) == (in_flight == "abort")
     resumed = [sample for sample in samples if sample.kept]

@@ -121,9 +121,12 @@ def run(folder: Path, module: str, *arguments: str) -> str:
 def check(folder: Path, name: str) -> None:
     """Runs a benchmark at its smallest size; it prints figures, none of which is an error."""
     printed = run(folder, f"benchmarks.{name}", *SMALLEST[name])
-    assert any(letter.isdigit() for letter in printed) or name == "gpu.models"
-    for file in (folder / "runs/gpu").glob(f"{name.removeprefix('gpu.')}.jsonl"):
-        rows = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    if name == "gpu.models":
+        return
+    assert any(letter.isdigit() for letter in printed)
+    if name.startswith("gpu."):
+        kept = folder / "runs/gpu" / f"{name.removeprefix('gpu.')}.jsonl"
+        rows = [json.loads(line) for line in kept.read_text().splitlines()[1:]]
         wrong = [row for row in rows if "error" in row and row["what"].partition(" ")[2] not in NEEDS_GPU]
         assert rows
         assert not wrong
