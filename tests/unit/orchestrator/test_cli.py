@@ -224,9 +224,15 @@ def test_down_tells_a_head_that_runs_from_one_that_does_not(
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "train"])
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("up", "interrupted; what was started goes on: `quartet up {}` waits for it, `quartet down` stops it"),
+        ("train", "interrupted before the first checkpoint"),
+    ],
+)
 def test_a_user_who_interrupts_hears_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str
 ) -> None:
     deployment = load(Path(__file__).parents[3] / "deploy/ppo.yaml", tmp_path)
 
@@ -237,6 +243,7 @@ def test_a_user_who_interrupts_hears_how_to_go_on(
     monkeypatch.setattr("orchestrator.commands.train.train", interrupt)
     done = CliRunner().invoke(app, [command, str(deployment.path)])
     assert done.exit_code == 130
+    assert done.stderr.startswith(said.format(deployment.path))
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_waited_for(
