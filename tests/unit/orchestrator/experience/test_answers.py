@@ -1,7 +1,6 @@
 """Answers of environments: as text, messages or ids, in time, within bounds; and what is none."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from orchestrator.experience import user_function
 from orchestrator.experience.answers import Answers
 from orchestrator.experience.calls import UNREADABLE
 from orchestrator.experience.conversation import Conversation, trajectories
-from quartet import tasks
 from quartet.config.base import ConfigError
 from services.rollout.sample import FinishReason, Sample
 from tests.chat import LLAMA, QWEN, make_bytes
@@ -226,6 +224,13 @@ async def test_a_failure_is_tried_again_and_then_told(policy_folder: Path) -> No
     assert segments(await answers.to(after(12))) == [[10], [12], [7]]  # the fourth works
 
 
+async def test_an_answer_has_as_long_as_the_section_says(policy_folder: Path) -> None:
+    never = asyncio.Event()
+    answers = asking(policy_folder, Told(lambda turn: never.wait()), answer_s=0.1, attempts=1)
+    with pytest.raises(ConfigError, match=r"turn 1: took longer than 0\.1 s, the last of 1 attempts"):
+        await answers.to(after(12))
+
+
 async def test_a_template_that_changes_a_response_is_refused(policy_folder: Path) -> None:
     answers = asking(policy_folder, Told(lambda turn: [{"role": "user", "content": "w7"}]))
     answers._tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
@@ -381,27 +386,6 @@ async def test_a_tool_that_fails_is_asked_again_and_then_told(spoken: Spoken) ->
         ConfigError, match=rf"failed with OSError\('no paper'\) at line {line} of {__name__}, the last"
     ):
         await spoken.answers.to(spoken.after(*spoken.ids(text), spoken.end_id))
-
-
-async def test_a_tool_that_goes_on_when_it_is_late_is_not_waited_for(
-    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    over = asyncio.Event()
-
-    class Stubborn(Tools):
-        async def wait(self) -> str:
-            """Waits."""
-            while not over.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await over.wait()
-            return "over"
-
-    monkeypatch.setattr(tasks, "CLEAN_UP_S", 0.05)
-    spoken = Spoken("qwen", policy_folder, Stubborn(), answer_s=0.2, attempts=1)
-    async with asyncio.timeout(60):
-        with pytest.raises(ConfigError, match=r"turn 1: took longer than 0\.2 s, the last of 1 attempts"):
-            await spoken.answers.to(spoken.after(*spoken.ids(spoken.call("wait", "{}")), spoken.end_id))
-    over.set()
 
 
 async def test_an_answer_that_leaves_no_room_ends_the_conversation_and_its_calls_count(policy_folder: Path) -> None:
