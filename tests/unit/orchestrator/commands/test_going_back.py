@@ -1,4 +1,4 @@
-"""Losses of a run: those before the first checkpoint begin it again, later ones go back, and bad input ends it."""
+"""Losses of a run: what is one, those before the first checkpoint begin it again, and bad input ends it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +7,23 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.commands.restarts import is_loss
+from orchestrator.commands.restarts import Restarts, is_loss
 from orchestrator.commands.train import Run
 from orchestrator.deployment.file import Deployment
 from orchestrator.policy.ranks import Policy
+from orchestrator.push.prover import PushDisproved
 from orchestrator.push.pusher import PushFailed
 from quartet.config.base import ConfigError
 from quartet.ranks.group import RanksLost
-from quartet.wire.errors import DeadlineExceeded, LeaseLost, ResourceExhausted, Unavailable
+from quartet.wire.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    LeaseLost,
+    OffTimeline,
+    ResourceExhausted,
+    Unavailable,
+)
 from services.critic.client import CriticReset
 
 
@@ -56,34 +65,48 @@ async def finish(run: Losing) -> None:
     await run._finish(nothing, nothing, overwrite=False, resume=False)
 
 
+def test_a_run_that_gets_further_may_go_back_again() -> None:
+    restarts = Restarts(2)
+    assert [restarts.spend(step) for step in (10, 10, 20, 20, 20)] == [True, True, True, True, False]
+    assert not Restarts(0).spend(5)
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "mended"),
     [
-        PushFailed("version 1 after 5 attempts: only: did not answer prepare"),
-        CriticReset("critic.Adopt: timeline: the critic has just started"),
-        RanksLost("policy.start: rank 0 of 1 died: SIGKILL"),
-        ExceptionGroup("", [Unavailable("critic.Info: failed to connect"), DeadlineExceeded("rollout.Info: silent")]),
+        (RanksLost("rank 0 died"), True),
+        (CriticReset("replaced"), True),
+        (ExceptionGroup("", [ExceptionGroup("", [DeadlineExceeded("critic.Values: no answer within 60 s")])]), True),
+        (Unavailable("no rollout replica answers"), True),
+        (PushFailed("version 12 after 5 attempts: policy.rendezvous: no answer within 60 s"), True),
+        (OffTimeline("rollout.Generate: timeline: this replica holds version 0 of no timeline"), True),
+        (PushDisproved("version 12: a computes with other weights than were pushed"), False),
+        (ExceptionGroup("", [LeaseLost("another run"), Unavailable("rollout")]), False),
+        (InvalidArgument("prompts[3]: too long"), False),
+        (ResourceExhausted("no CPUs"), False),
+        (ConfigError("orchestrator.steps"), False),
+        (Internal("Score: internal error"), False),
     ],
-    ids=lambda error: type(error).__name__,
 )
-async def test_a_loss_before_the_first_checkpoint_begins_the_run_again(
-    error: Exception, tmp_path: Path, policy_folder: Path
-) -> None:
+def test_a_run_goes_back_for_what_may_mend_itself_only(error: Exception, mended: bool) -> None:
+    assert is_loss(error) is mended
+
+
+async def test_a_loss_before_the_first_checkpoint_begins_the_run_again(tmp_path: Path, policy_folder: Path) -> None:
+    error = RanksLost("policy.start: rank 0 of 1 died: SIGKILL")
     run, notes = losing(tmp_path, policy_folder, [error] * 3, restarts=3)
     await finish(run)
     assert run.attempts == [(None, 0, False), (None, 1, True), (None, 2, True), (None, 3, True)]
     assert len(notes) == 3
     assert all(note.endswith("; beginning again at step 1") for note in notes)
     run, _ = losing(tmp_path, policy_folder, [error] * 4, restarts=3)
-    with pytest.raises(type(error)):
+    with pytest.raises(RanksLost):
         await finish(run)
 
 
-@pytest.mark.parametrize("error", [ConfigError("dtype"), LeaseLost("lease: another"), ResourceExhausted("no CPUs")])
-async def test_what_a_repetition_does_not_mend_ends_it(error: Exception, tmp_path: Path, policy_folder: Path) -> None:
-    assert not is_loss(error)
-    run, notes = losing(tmp_path, policy_folder, [error])
-    with pytest.raises(type(error)):
+async def test_what_a_repetition_does_not_mend_ends_it(tmp_path: Path, policy_folder: Path) -> None:
+    run, notes = losing(tmp_path, policy_folder, [ConfigError("dtype")])
+    with pytest.raises(ConfigError):
         await finish(run)
     assert notes == []
 

@@ -1,25 +1,12 @@
-"""Folders of checkpoints that are read, and when a run may go back to one."""
+"""Folders of checkpoints: the last is found and read, and an earlier run's are not a new one's."""
 
 from pathlib import Path
 
 import pytest
 
 from orchestrator.algorithms.rewards import RunningNormaliser
-from orchestrator.commands.restarts import Restarts, is_loss
 from orchestrator.loop.checkpoint_folder import clear, latest
-from orchestrator.push.prover import PushDisproved
-from orchestrator.push.pusher import PushFailed
 from quartet.config.base import ConfigError
-from quartet.ranks.group import RanksLost
-from quartet.wire.errors import (
-    DeadlineExceeded,
-    Internal,
-    InvalidArgument,
-    LeaseLost,
-    OffTimeline,
-    Unavailable,
-)
-from services.critic.client import CriticReset
 from tests.unit.train_states import state
 
 
@@ -50,32 +37,6 @@ def test_an_earlier_runs_checkpoints_are_not_a_new_ones(tmp_path: Path) -> None:
         clear(tmp_path, overwrite=False)
     clear(tmp_path, overwrite=True)
     assert latest(tmp_path) is None
-
-
-def test_a_run_that_gets_further_may_go_back_again() -> None:
-    restarts = Restarts(2)
-    assert [restarts.spend(step) for step in (10, 10, 20, 20, 20)] == [True, True, True, True, False]
-    assert not Restarts(0).spend(5)
-
-
-@pytest.mark.parametrize(
-    ("error", "mended"),
-    [
-        (RanksLost("rank 0 died"), True),
-        (CriticReset("replaced"), True),
-        (ExceptionGroup("", [ExceptionGroup("", [DeadlineExceeded("critic.Values: no answer within 60 s")])]), True),
-        (Unavailable("no rollout replica answers"), True),
-        (PushFailed("version 12 after 5 attempts: policy.rendezvous: no answer within 60 s"), True),
-        (OffTimeline("rollout.Generate: timeline: this replica holds version 0 of no timeline"), True),
-        (PushDisproved("version 12: a computes with other weights than were pushed"), False),
-        (ExceptionGroup("", [LeaseLost("another run"), Unavailable("rollout")]), False),
-        (InvalidArgument("prompts[3]: too long"), False),
-        (ConfigError("orchestrator.steps"), False),
-        (Internal("Score: internal error"), False),
-    ],
-)
-def test_a_run_goes_back_for_what_may_mend_itself_only(error: Exception, mended: bool) -> None:
-    assert is_loss(error) is mended
 
 
 def test_the_state_survives_to_the_bit(tmp_path: Path) -> None:
