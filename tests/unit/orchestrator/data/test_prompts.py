@@ -227,12 +227,6 @@ def test_messages_that_are_not_text(tmp_path: Path, messages: object, message: s
         load_prompts(config(data, chat_template=True), tokenizer(TEMPLATE), "train")
 
 
-def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
-    data = letters(tmp_path / "p.jsonl", 3)
-    with fails(f"data.path {data}: no split 'eval'; the splits there are train"):
-        load_prompts(config(data), tokenizer(), "eval[:1]")
-
-
 def test_missing_columns_are_named_with_those_there_are(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "p.jsonl", [{"question": "a"}, {"answer": "b"}])
     with fails("data.input_key: no column 'prompt'"):
