@@ -18,6 +18,9 @@ from quartet.wire.errors import InvalidArgument, Unavailable
 from services.rollout.member import WeightMember
 from tests.unit.member_phases import MANIFEST, FakeEngine
 
+PUSH = ["discover", "prepare", "transfer", "commit"]
+"""The phases of a push in which nothing fails."""
+
 
 class NoteTaker(FakeEngine):
     """An engine that receives what the source sends."""

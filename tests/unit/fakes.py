@@ -68,7 +68,6 @@ class FakeRollout:
         self.repeats: list[int] = []
         """Told to the caller, one a call."""
         self.cancelled = 0
-        self.closed = False
 
     async def generate(
         self,
@@ -98,9 +97,6 @@ class FakeRollout:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-
-    async def close(self) -> None:
-        self.closed = True
 
 
 @dataclass

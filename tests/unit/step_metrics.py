@@ -28,6 +28,12 @@ STEP_METRICS = {
 }
 
 
+def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that do not depend on the clock."""
+    timed = ("seconds/", "tokens_per_s/", "wait/", "work/")
+    return {name: value for name, value in metrics.items() if not name.startswith(timed)}
+
+
 def steady(metrics: Mapping[str, float]) -> set[str]:
     """Names but those of who waited for whom, which depend on moments between two spans."""
     return {name for name in metrics if not name.startswith("wait/") or name.startswith("wait/loop/")}

@@ -18,7 +18,7 @@ from orchestrator.experience.requests import SampleRequest
 from orchestrator.loop.step_metrics import calls, turns
 from quartet.columns import Columns
 from quartet.config.base import ConfigError
-from quartet.wire.errors import Internal
+from quartet.wire.errors import Internal, leaves
 from services.rollout.sample import FinishReason, Sample
 from tests.models import EOS, make_tokenizer
 from tests.unit.fakes import Fakes, make_config, make_prompts, make_requests
@@ -106,7 +106,7 @@ async def test_a_reward_that_is_no_number_is_named(policy_folder: Path, reward: 
 
     with pytest.raises(ExceptionGroup) as caught:
         await Stage(policy_folder, Wrong()).collect(1)
-    assert "turn 1: gave the reward" in str(first_of(caught.value))
+    assert "turn 1: gave the reward" in str(leaves(caught.value)[0])
 
 
 async def test_scores_with_names_and_rewards_of_turns_do_not_go_together(policy_folder: Path) -> None:
@@ -115,13 +115,7 @@ async def test_scores_with_names_and_rewards_of_turns_do_not_go_together(policy_
     stage.fakes.reward.names, stage.fakes.reward.answer = ("a", "b"), lambda response: (1.0, 2.0)
     with pytest.raises(ExceptionGroup) as caught:
         await stage.collect(1)
-    assert str(first_of(caught.value)).startswith("algorithm.rewards: names scores, to which the rewards")
-
-
-def first_of(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    assert str(leaves(caught.value)[0]).startswith("algorithm.rewards: names scores, to which the rewards")
 
 
 async def test_each_turn_goes_on_from_the_exact_tokens_with_a_seed_of_its_own(policy_folder: Path) -> None:
@@ -211,12 +205,9 @@ async def test_the_journal_gives_back_every_segment_and_knows_the_environment(
     assert read.columns.pack() == collected.columns.pack()
     assert Columns.unpack(read.columns.pack(), SCHEMA).segments(0)[1].tolist() == [21]
     assert journal("until four").read(1, lambda number: prompts[number]) is None
-    longer = make_config(policy_folder, **_of(stage, environment={"kind": "a:B", "max_turns": 5, "max_tokens": 40}))
+    bounds = {"kind": "a:B", "max_turns": 5, "max_tokens": 40}
+    longer = make_config(policy_folder, prompts_per_call=8, sampling={"max_new_tokens": 4}, environment=bounds)
     assert journal("until three", longer).read(1, lambda number: prompts[number]) is None
-
-
-def _of(stage: Stage, **section: Any) -> dict[str, Any]:
-    return {"prompts_per_call": 8, "sampling": {"max_new_tokens": 4}} | section
 
 
 def test_the_wait_for_a_batch_is_long_enough_for_every_turn(policy_folder: Path) -> None:

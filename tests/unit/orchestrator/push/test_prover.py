@@ -20,16 +20,10 @@ from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.codec import Floats, Ints, pack_floats, pack_sequences
 from services.rollout.newcomer import _receive
 from tests.newcomers import nobody_looks
-from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
+from tests.unit.fake_fleet import PUSH, FakeSource, Fleet, make_pusher
 from tests.unit.fakes import make_config
 
 SEQUENCES = probe_sequences(64, 128)
-PUSH = ["discover", "prepare", "transfer", "commit"]
-
-
-@pytest.fixture
-def source() -> FakeSource:
-    return FakeSource()
 
 
 def make_prover(source: FakeSource, every: int = 3) -> Prover:

@@ -2,24 +2,14 @@
 
 import time
 
-import pytest
-
-from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
-
-
-@pytest.fixture
-def source() -> FakeSource:
-    return FakeSource()
-
-
-GOOD = ["discover", "prepare", "transfer", "commit"]
+from tests.unit.fake_fleet import PUSH, FakeSource, Fleet, make_pusher
 
 
 async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) -> None:
     fleet = Fleet(source, b=1, a=1)
     report = await make_pusher(fleet, in_flight="wait").push(7)
     assert fleet.versions == {"a": 7, "b": 7}
-    assert fleet.phases == GOOD
+    assert fleet.phases == PUSH
     assert fleet.timeouts == [2, 9, 9, 30]
     assert source.calls == [("rendezvous", "gloo"), "gather", ("join", 1, 3), "send"]
     for engine in fleet.engines.values():

@@ -10,16 +10,8 @@ from orchestrator.push.pusher import PushFailed, WeightPusher
 from orchestrator.push.replicas import Misfit
 from quartet.weight_transfer.place import Place
 from quartet.wire.errors import Internal, ServiceError, Unavailable
-from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
+from tests.unit.fake_fleet import PUSH, FakeSource, Fleet, make_pusher
 from tests.unit.waiting import settled, until
-
-
-@pytest.fixture
-def source() -> FakeSource:
-    return FakeSource()
-
-
-GOOD = ["discover", "prepare", "transfer", "commit"]
 
 
 async def test_a_replica_that_dies_is_left_out_of_the_next_attempt(source: FakeSource) -> None:
@@ -27,7 +19,7 @@ async def test_a_replica_that_dies_is_left_out_of_the_next_attempt(source: FakeS
     fleet.afterwards = {"discover": lambda: fleet.remove("b")}
     report = await make_pusher(fleet).push(5)
     assert (report.attempts, report.replicas) == (2, ("a",))
-    assert fleet.phases == ["discover", "prepare", "abort", *GOOD[1:]]
+    assert fleet.phases == ["discover", "prepare", "abort", *PUSH[1:]]
     assert fleet.versions == {"a": 5}
 
 
@@ -145,7 +137,7 @@ async def test_a_silent_replica_is_out_of_the_membership_that_follows(source: Fa
     fleet.mute = {("b", "transfer"), ("b", "abort")}
     report = await make_pusher(fleet).push(5)
     assert (report.attempts, report.replicas) == (2, ("a",))
-    assert fleet.phases == ["discover", "prepare", "transfer", "abort", *GOOD[1:]]
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort", *PUSH[1:]]
     assert ("join", 2, 2) in source.calls
 
 
@@ -161,7 +153,7 @@ async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -
     fleet.down = ["commit"]
     report = await make_pusher(fleet).push(5)
     assert report.attempts == 2
-    assert fleet.phases == [*GOOD, "abort", *GOOD[1:]]
+    assert fleet.phases == [*PUSH, "abort", *PUSH[1:]]
     assert fleet.versions == {"a": 5}
 
 
@@ -228,7 +220,7 @@ async def test_a_replica_that_does_not_roll_back_is_not_in_the_next_attempt(sour
     fleet.engines["b"].abort = abort  # type: ignore[method-assign]
     report = await make_pusher(fleet).push(5)
     assert (report.attempts, report.replicas, fleet.versions) == (2, ("a",), {"a": 5, "b": 0})
-    assert fleet.phases == ["discover", "prepare", "transfer", "abort", *GOOD[1:]]
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort", *PUSH[1:]]
 
 
 async def test_the_next_attempt_begins_when_the_learner_has_abandoned_the_last_or_could_not(

@@ -32,11 +32,6 @@ class Lobby:
         self.told |= tickets
 
 
-@pytest.fixture
-def source() -> FakeSource:
-    return FakeSource()
-
-
 async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(source: FakeSource) -> None:
     """The push would wait for them, and they for it. They get what was pushed last, or come as they are."""
     fleet, lobby = Fleet(source, a=1), Lobby()

@@ -20,6 +20,7 @@ from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
 from tests.families import FAMILIES
 from tests.models import make_policy, make_reward, make_tokenizer
+from tests.unit.preflights import args
 from tests.untidy import make_untidy
 
 HERE = Machine(cores=2, memory_gib=24)
@@ -50,11 +51,6 @@ def written(folder: Path, wanted: Wanted, machine: Machine = HERE) -> dict[str, 
 def stated(folder: Path) -> list[str]:
     """The lines of the file that are not comments."""
     return [line for line in (folder / "mine.yaml").read_text().splitlines() if line and not line.startswith("#")]
-
-
-def args(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    actual: dict[str, Any] = next(a["args"] for a in raw["applications"] if a["name"] == name)
-    return actual
 
 
 def test_a_critic_starts_from_the_reward_model(

@@ -19,6 +19,7 @@ from orchestrator.deployment.facts.read import derived
 from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
 from tests.lint.configuration import INTRODUCTION
+from tests.unit.preflights import application, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,8 @@ def whole(facts: dict[str, Any], shape: Shape = Shape()) -> dict[str, Any]:
     return derive(Facts.of(facts), lambda folder, field: shape)
 
 
-def args(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    actual: dict[str, Any] = next(a["args"] for a in raw["applications"] if a["name"] == name)
-    return actual
-
-
 def options(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    actual: dict[str, Any] = next(a["deployments"][0] for a in raw["applications"] if a["name"] == name)
+    actual: dict[str, Any] = application(raw, name)["deployments"][0]
     return actual
 
 

@@ -15,6 +15,7 @@ from quartet.config.base import ConfigError
 from quartet.wire.errors import InvalidReply, leaves
 from tests.unit.fake_run import Stage
 from tests.unit.fakes import make_config, make_prompts
+from tests.unit.step_metrics import untimed
 
 PLAIN = {"minibatch_size": 1, "kl": {"coef": 0}}
 TWO = {"token": {"weight": [[1, 0.5], [3, 1.5]]}, "length": {"weight": -2.0, "normalise": "running"}}
@@ -33,11 +34,7 @@ def stage(folder: Path, rewards: dict[str, Any], **section: Any) -> Stage:
 
 
 def steady(stage: Stage) -> list[dict[str, float]]:
-    """The measurements of each step, without times."""
-    timed = ("seconds/", "tokens_per_s/", "wait/", "work/")
-    return [
-        {name: each for name, each in line.items() if not name.startswith(timed)} for line in stage.log.lines.values()
-    ]
+    return [untimed(line) for line in stage.log.lines.values()]
 
 
 async def test_the_sum_is_trained_on_and_each_name_is_measured(policy_folder: Path) -> None:
