@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import grpc
 import numpy as np
@@ -10,17 +11,20 @@ import pytest
 from protos import reference_pb2, reward_pb2
 from quartet.columns import Columns
 from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.client import OPTIONS, ServiceClient, open_channel
 from quartet.wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
+    ResourceExhausted,
     Unavailable,
 )
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
 from tests.trajectories import of
 from tests.unit.service_calls import BY_NAME, CALLS, Call, ask
+from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import until
 from tests.unit.wire import Script
 
@@ -131,6 +135,79 @@ async def test_a_pause_that_would_pass_the_deadline_is_not_begun() -> None:
         await Backoff(deadline).wait(error)
     assert 0 < deadline.left_s <= 0.04
     assert Deadline(-1).left_s == 1e-3
+
+
+class Nowhere(ServiceClient[Any]):
+    """A client of no service, whose methods a test gives."""
+
+    SERVICE, STUB = "nowhere", staticmethod(lambda channel: None)  # type: ignore[assignment]
+
+
+def answering(*after: float | Exception) -> tuple[Any, list[float]]:
+    """A method whose calls end after so many seconds or with an error; and the times at which they began."""
+    began: list[float] = []
+
+    async def method(request: Any, *, metadata: Any, timeout: float) -> str:
+        began.append(asyncio.get_running_loop().time())
+        end = after[len(began) - 1]
+        if isinstance(end, Exception):
+            raise end
+        await asyncio.sleep(end)
+        return "answer"
+
+    return method, began
+
+
+@in_virtual_time
+async def test_only_a_call_that_any_replica_can_answer_is_sent_to_a_second_one() -> None:
+    """Training is done by one: a second call of a step would wait for the first, or do it again elsewhere."""
+    client = Nowhere(None)  # type: ignore[arg-type]
+    method, began = answering(40)
+    assert await client._call(method, "step 1", 60, "Train") == "answer"
+    assert began == [0]
+    method, began = answering(40, 2)
+    assert await client._call(method, "pairs", 60, "Score", anywhere=True) == "answer"
+    assert [each - began[0] for each in began] == [0, 5]
+
+
+class Refused(grpc.RpcError):
+    """The call is larger than the service ever admits."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def details(self) -> str:
+        return "too many pairs"
+
+
+@in_virtual_time
+async def test_a_call_that_is_refused_for_its_size_is_repeated_unless_it_can_be_divided() -> None:
+    client = Nowhere(None)  # type: ignore[arg-type]
+    method, began = answering(Refused(), Refused(), 1)
+    assert await client._call(method, "a pair", 60, "Score") == "answer"
+    assert len(began) == 3
+    method, began = answering(Refused())
+    with pytest.raises(ResourceExhausted, match=r"^nowhere.Score: too many pairs$"):
+        await client._call(method, "pairs", 60, "Score", divisible=True)
+    assert len(began) == 1
+
+
+def test_a_channel_with_tls_differs_from_one_without_by_its_credentials_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[dict[str, Any]] = []
+
+    def open_one(*_: Any, **options: Any) -> None:
+        opened.append(options)
+
+    for kind in ("insecure_channel", "secure_channel"):
+        monkeypatch.setattr(grpc.aio, kind, open_one)
+    credentials, interceptors = grpc.local_channel_credentials(), [object()]
+    open_channel("a:1", interceptors=interceptors)  # type: ignore[arg-type]
+    open_channel("a:1", credentials, interceptors=interceptors)  # type: ignore[arg-type]
+    open_channel("a:1", credentials, server_name="b")
+    assert opened[0] == opened[1] == {"options": OPTIONS, "interceptors": interceptors}
+    assert opened[2]["options"] == [*OPTIONS, ("grpc.ssl_target_name_override", "b")]
 
 
 async def test_score() -> None:

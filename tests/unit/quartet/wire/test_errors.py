@@ -185,3 +185,25 @@ def test_a_call_that_its_server_cancelled_may_be_repeated() -> None:
 def test_an_abandoned_past_a_lost_lease_and_mere_age_are_told_apart(details: str, kind: type[Exception]) -> None:
     error = from_rpc(FakeRpcError(grpc.StatusCode.FAILED_PRECONDITION, details), "rollout.Generate")
     assert (type(error), str(error)) == (kind, f"rollout.Generate: {details}")
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "kind"),
+    [
+        ("INTERNAL", "The actor died unexpectedly before finishing this task.", Unavailable),
+        ("INTERNAL", "The actor is dead because its node has died.", Unavailable),
+        ("INTERNAL", "The actor 0a1b2c is unavailable: it may be restarting", Unavailable),
+        ("INTERNAL", "ActorUnavailableError", Unavailable),
+        # Words of a caller or of a scorer are not Ray's.
+        ("INTERNAL", "the scorer said: The actor died", Internal),
+        ("INVALID_ARGUMENT", "The actor died", InvalidArgument),
+        ("INVALID_ARGUMENT", "lease: should be a number", InvalidArgument),
+        ("INTERNAL", None, Internal),
+        ("FAILED_PRECONDITION", None, FailedPrecondition),
+        ("RESOURCE_EXHAUSTED", None, ResourceExhausted),
+    ],
+)
+def test_a_call_is_repeated_where_ray_says_that_the_replica_is_lost(
+    code: str, details: str | None, kind: type[Exception]
+) -> None:
+    assert type(from_rpc(FakeRpcError(grpc.StatusCode[code], details), "reward.Score")) is kind

@@ -66,6 +66,15 @@ async def test_a_silent_one_is_overtaken_and_cancelled() -> None:
 
 
 @in_virtual_time
+async def test_an_answer_counts_though_a_refusal_comes_at_the_same_moment() -> None:
+    """Where no attempt is left to wait for, either could be the end of the call."""
+    for first, second in ((Unavailable("gone"), "answer"), ("answer", Unavailable("gone"))):
+        attempts = Attempts((5, first), (2, second))
+        assert await first_answer(attempts, pause_s=3) == "answer"
+        assert await counted(attempts) == (2, 0)
+
+
+@in_virtual_time
 async def test_a_slow_one_is_not_given_up() -> None:
     attempts = Attempts((30, "first"), (60, "second"), (60, "third"), (60, "fourth"))
     assert await first_answer(attempts, pause_s=5) == "first"

@@ -18,14 +18,14 @@ from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
 from quartet.columns import Columns
 from quartet.wire.backoff import with_pushback
 from quartet.wire.codec import pack_floats, pack_longs
-from quartet.wire.errors import DeadlineExceeded, InvalidArgument, InvalidReply, TooLarge
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument, InvalidReply, ResourceExhausted, TooLarge
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.splitting import in_parts, parts
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import Parts, RewardClient
 from tests import trajectories
-from tests.unit.waiting import until
+from tests.unit.waiting import settled, until
 from tests.unit.wire import served
 
 
@@ -144,6 +144,55 @@ async def test_messages_that_the_server_does_not_read_are_split_and_a_single_one
         with pytest.raises(TooLarge, match=r"^reward.Score: .*larger than max"):
             await RewardClient(channel).score(trajectories.of([[1]], [[1] * 200]), timeout_s=20)
         assert time.monotonic() - began < 10
+
+
+async def test_a_part_that_is_never_admitted_is_asked_in_halves_down_to_single_rows() -> None:
+    asked: list[list[int]] = []
+
+    async def ask(rows: range) -> list[int]:
+        asked.append([*rows])
+        if len(rows) > most:
+            raise ResourceExhausted("too many")
+        return [*rows]
+
+    most = 1
+    assert await in_parts([1] * 5, ask) == [[0], [1], [2], [3], [4]]
+    assert [rows for rows in asked if len(rows) > 1] == [[0, 1, 2, 3, 4], [0, 1], [2, 3, 4], [3, 4]]
+    most = 0
+    with pytest.raises(ResourceExhausted):
+        await in_parts([1], ask)
+
+
+async def test_a_part_that_is_to_come_back_later_is_not_divided() -> None:
+    asked: list[range] = []
+
+    async def ask(rows: range) -> None:
+        asked.append(rows)
+        raise ResourceExhausted("busy", 1)
+
+    with pytest.raises(ResourceExhausted, match="busy"):
+        await in_parts([1] * 5, ask)
+    assert asked == [range(5)]
+
+
+async def test_four_parts_are_in_flight_at_a_time() -> None:
+    going, gate, ended = 0, asyncio.Event(), list[int]()
+
+    async def ask(rows: range) -> int:
+        nonlocal going
+        going += 1
+        await gate.wait()
+        await asyncio.sleep(0)
+        ended.append(going)
+        going -= 1
+        return rows.start
+
+    asking = asyncio.create_task(in_parts([1 << 17] * 9, ask))
+    await settled()
+    assert going == 4
+    gate.set()
+    assert await asking == list(range(9))
+    assert max(ended) == 4
 
 
 async def test_the_first_failure_ends_the_other_parts() -> None:
