@@ -67,7 +67,7 @@ async def test_a_silent_one_is_overtaken_and_cancelled() -> None:
 
 @in_virtual_time
 async def test_an_answer_counts_though_a_refusal_comes_at_the_same_moment() -> None:
-    """Where no attempt is left to wait for, either could be the end of the call."""
+    """Either could be the end of a call for which no attempt is left to wait."""
     for first, second in ((Unavailable("gone"), "answer"), ("answer", Unavailable("gone"))):
         attempts = Attempts((5, first), (2, second))
         assert await first_answer(attempts, pause_s=3) == "answer"
