@@ -115,7 +115,7 @@ async def test_what_is_lost_amid_conversations_is_made_up_for(quartet: Quartet, 
     assert "interrupted (" not in run.log.read_text()
     lines = read_metrics(run.folder / "metrics.jsonl")
     assert all(line["policy/staleness"] <= staleness for line in lines)
-    assert all(line.get("mismatch/present_mean_abs", 0.0) < 1e-5 for line in lines)
+    assert max(line["mismatch/present_mean_abs"] for line in lines if "mismatch/present_mean_abs" in line) < 1e-5
     used = [number for columns in journal(run) for number in columns["number"].tolist()]
     assert sorted(used) == sorted({*used})
     assert len(used) == STEPS * BATCH

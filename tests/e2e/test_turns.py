@@ -102,7 +102,7 @@ async def test_a_replica_that_dies_between_two_turns_takes_nothing_with_it(quart
     assert lines[-1]["samples/used_total"] == STEPS * BATCH
     assert all(line["policy/staleness"] <= staleness for line in lines)
     # Of tokens that the present weights sampled.
-    assert all(line.get("mismatch/present_mean_abs", 0.0) < 1e-5 for line in lines)
+    assert max(line["mismatch/present_mean_abs"] for line in lines if "mismatch/present_mean_abs" in line) < 1e-5
     used = [number for columns in journal(run) for number in columns["number"].tolist()]
     assert sorted(used) == sorted({*used})
     assert sum(check_conversations(columns, rendered=True) for columns in journal(run)) > 0
