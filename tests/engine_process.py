@@ -32,16 +32,21 @@ def _settle() -> None:
     }
 
 
-def _start(config: dict[str, Any]) -> None:
+def _called(function: Any, *arguments: Any) -> Any:
+    result = function(*arguments)
+    return _loop.run_until_complete(result) if asyncio.iscoroutine(result) else result
+
+
+async def _start(config: dict[str, Any]) -> None:
     while _hosts:
-        _loop.run_until_complete(_hosts.pop().shutdown())
+        await _hosts.pop().shutdown()
     host = EngineHost()
-    _loop.run_until_complete(host.start(config))
+    await host.start(config)
     _hosts.append(host)
 
 
-def _call(method: str, *arguments: Any) -> Any:
-    return _loop.run_until_complete(getattr(_hosts[0], method)(*arguments))
+def _method(name: str, *arguments: Any) -> Any:
+    return getattr(_hosts[0], name)(*arguments)
 
 
 class EngineProcess(Phases):
@@ -59,19 +64,19 @@ class EngineProcess(Phases):
     async def start(self, folder: Path, **config: Any) -> None:
         """Loads the model in `folder`, ending the engine before."""
         self.lease = common_pb2.Lease()
-        await self._run(_start, _SETTINGS | {"model": str(folder)} | config)
+        await self.call(_start, _SETTINGS | {"model": str(folder)} | config)
 
     async def generate(self, prompts: Sequence[Ints], sampling: Sampling) -> list[Sample]:
         """One sample for each prompt, by its index as the seed."""
-        samples: list[Sample] = await self._run(_call, "generate", prompts, sampling)
+        samples: list[Sample] = await self.call(_method, "generate", prompts, sampling)
         return samples
 
     async def leave_open(self) -> None:
         """Opens a weight update in the engine of which its replica does not know."""
-        await self._run(_call, "leave_open")
+        await self.call(_method, "leave_open")
 
     async def _carry_out(self, phase: bytes) -> bytes:
-        return bytes(await self._run(_call, "carry_out", phase))
+        return bytes(await self.call(_method, "carry_out", phase))
 
     def end(self) -> None:
         """Ends the process."""
@@ -80,5 +85,6 @@ class EngineProcess(Phases):
         for process in processes:
             process.kill()
 
-    async def _run(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+    async def call(self, function: Any, *arguments: Any) -> Any:
+        """The result of a function of a module, or of a coroutine function, which is carried out in the process."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _called, function, *arguments)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ LONG_S = 60.0
 """Deadline of a phase of a push; a caller would wait as long for an engine that died."""
 
 
-async def _lost(folder: Path, asked: str, ends: bool) -> float:
+async def lost(folder: Path, asked: str, ends: bool) -> float:
     """Seconds from the fault to the error of what an engine was `asked`. With `ends` the process is killed; otherwise
     it only stands still."""
     host = EngineHost()
@@ -63,13 +62,6 @@ async def _lost(folder: Path, asked: str, ends: bool) -> float:
         await host.shutdown()
 
 
-def lost(folder: Path, asked: str, ends: bool) -> float:
-    """Carries it out in the process for engines."""
-    from tests.engine_process import _loop
-
-    return _loop.run_until_complete(_lost(folder, asked, ends))
-
-
 MORE = pytest.mark.exhaustive  # each fault and each phase once
 
 
@@ -86,6 +78,6 @@ async def test_what_an_engine_is_asked_fails_soon_after_it_dies_or_stands_still(
     tmp_path: Path, engine: EngineProcess, asked: str, ends: bool
 ) -> None:
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False)
-    seconds = await engine._run(partial(lost, asked=asked, ends=ends), folder)
+    seconds = await engine.call(lost, folder, asked, ends)
     print(f"{asked} failed after {seconds:.1f} s")
     assert seconds < LONG_S / 3

@@ -1,7 +1,8 @@
-"""The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not."""
+"""The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not, by
+gloo and through shared memory, to an engine in one process and to workers that share its layers."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from orchestrator.push.pusher import PushFailed
 from protos import rollout_pb2 as pb
 from quartet.wire.codec import Ints
 from quartet.wire.errors import Unavailable
+from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
@@ -28,6 +30,13 @@ class Loaded:
 
     model: Any
     engine: EngineProcess
+    backend: str
+    sources: list[ModelSource] = field(default_factory=list)
+
+    def source(self, senders: int = 1) -> ModelSource:
+        """The learner's part of pushes of the model."""
+        self.sources.append(ModelSource(self.model, senders, self.backend))
+        return self.sources[-1]
 
     async def greedy(self) -> list[Ints]:
         return [sample.response_ids for sample in await self.engine.generate(PROMPTS, GREEDY)]
@@ -44,37 +53,57 @@ class Loaded:
 
 
 MORE = pytest.mark.exhaustive
-KINDS = {
-    "llama": ("llama", False),
-    "llama-tied": ("llama", True),
-    "qwen2": ("qwen2", False),
-    "qwen2-tied": ("qwen2", True),
+SHARED = {"weight_backend": "ipc"}
+KINDS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
+    "llama": ("llama", False, {}),
+    "llama-tied": ("llama", True, {}),
+    "qwen2": ("qwen2", False, {}),
+    "qwen2-tied": ("qwen2", True, {}),
+    # Tied heads are what pushes through shared memory went wrong with.
+    "shared": ("qwen2", True, SHARED),
+    "shared, untied": ("qwen2", False, SHARED),
+    # Three processes that import vLLM; with which ranks workers join: tests/unit/services/rollout.
+    "two workers": ("llama", False, {"tensor_parallel_size": 2}),
+    "shared, two workers": ("llama", False, SHARED | {"tensor_parallel_size": 2}),
+    "shared, a worker's process": ("llama", False, SHARED | {"worker_process": True}),
 }
-# Of tied models and other architectures test_shared_push.py and test_families.py push one each.
-every_kind = pytest.mark.parametrize(
-    "loaded",
-    [pytest.param(kind, id=name, marks=() if name == "llama" else MORE) for name, kind in KINDS.items()],
-    indirect=True,
-)
+"""Architecture, tied or not, and settings of the engine."""
+
+
+def of_kinds(*names: str) -> pytest.MarkDecorator:
+    """Runs a test with these kinds: `llama` and `shared` always, and others in the exhaustive tier."""
+    always = ("llama", "shared")
+    kinds = [pytest.param(KINDS[name], id=name, marks=() if name in always else MORE) for name in names]
+    return pytest.mark.parametrize("loaded", kinds, indirect=True)
+
+
+# Of other architectures test_families.py pushes one each.
+every_model = of_kinds("llama", "llama-tied", "qwen2", "qwen2-tied")
 
 
 @pytest.fixture(scope="module")
 async def loaded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine: EngineProcess
-) -> Loaded:
+) -> AsyncIterator[Loaded]:
     """An engine with each kind of model."""
-    kind, tied = request.param
+    kind, tied, settings = request.param
     folder: Path = make_policy(tmp_path_factory.mktemp("engine") / "policy", kind=kind, tied=tied, seed=5)
-    await engine.start(folder)
-    return Loaded(plain.language_model(folder), engine)
+    await engine.start(folder, **settings)
+    [report] = await engine.update_weights(TIMEOUT_S, discover=pb.Discover())
+    assert report.workers == settings.get("tensor_parallel_size", 1)
+    made = Loaded(plain.language_model(folder), engine, settings.get("weight_backend", "gloo"))
+    yield made
+    for source in made.sources:
+        source.leave()
 
 
-@every_kind
+@of_kinds(*KINDS)
 async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded) -> None:
-    await loaded.check(version=0)
+    [begun] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
+    await loaded.check(begun.policy_version)
     before = await loaded.greedy()
-    source = ModelSource(loaded.model)
-    for version in (3, 4):
+    source = loaded.source()
+    for version in (begun.policy_version + 3, begun.policy_version + 4):
         perturbed(loaded.model, seed=version)
         report = await push(loaded.engine, source, version)
         assert (report.policy_version, report.replicas, report.attempts) == (version, ("only",), 1)
@@ -84,14 +113,14 @@ async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded
         before = after
 
 
-@every_kind
+@every_model
 async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loaded) -> None:
     """The sender leaves in the middle; the same weights arrive with the next push."""
     [old] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
     seeded = Sampling(max_new_tokens=40)
     before = await loaded.engine.generate(PROMPTS, seeded)
     perturbed(loaded.model, seed=99)
-    source = ModelSource(loaded.model)
+    source = loaded.source()
     source.midway = source.leave
     with pytest.raises(PushFailed, match=r"version 50 after 1 attempts: only: transfer: \w+"):
         await push(loaded.engine, source, 50)
@@ -105,11 +134,11 @@ async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loade
     await loaded.check(version=51)
 
 
-@every_kind
+@of_kinds("llama", "llama-tied", "qwen2", "qwen2-tied", "shared, untied")
 async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None:
     perturbed(loaded.model, seed=101)
-    one = await push(loaded.engine, ModelSource(loaded.model), 70)
-    two = await push(loaded.engine, ModelSource(loaded.model, senders=2), 71)
+    one = await push(loaded.engine, loaded.source(), 70)
+    two = await push(loaded.engine, loaded.source(senders=2), 71)
     assert two.checksum == one.checksum
     await loaded.check(version=71)
 
@@ -133,11 +162,11 @@ class Interrupted:
         return reports
 
 
-@every_kind
+@every_model
 async def test_a_push_closes_what_others_left_open(loaded: Loaded) -> None:
     """Whatever was left: the prepare or the transfer of a push whose caller is gone, an update that the engine opened
     after its caller had given up on it, or a prepare that was cut off at any moment. One attempt is enough."""
-    engine, source = loaded.engine, ModelSource(loaded.model)
+    engine, source = loaded.engine, loaded.source()
     for version, broken in ((90, "prepare"), (92, "transfer")):
         with pytest.raises(PushFailed, match="the reply is lost"):
             await push(Interrupted(engine, broken), source, version)
@@ -157,11 +186,33 @@ async def test_a_push_closes_what_others_left_open(loaded: Loaded) -> None:
     await loaded.check(version=98)
 
 
-@every_kind
+@every_model
 async def test_a_push_is_repeated_when_an_attempt_fails(loaded: Loaded) -> None:
     perturbed(loaded.model, seed=100)
-    source = ModelSource(loaded.model)
+    source = loaded.source()
     source.midway = source.leave
     report = await push(loaded.engine, source, 60, attempts=2)
     assert report.attempts == 2
     await loaded.check(version=60)
+
+
+@of_kinds("shared", "shared, untied")
+async def test_weights_that_change_while_they_are_loaded_are_never_served(loaded: Loaded) -> None:
+    """A member that stood still before its commit, while the learner went on to other weights."""
+    perturbed(loaded.model, seed=80)
+    source, engine = loaded.source(), loaded.engine
+    pusher = make_pusher(engine, source)
+
+    async def overtaken(timeout_s: float, members: Any = (), **phase: Any) -> list[pb.WeightReport]:
+        if "commit" in phase:
+            source._senders[0].load(source.tensors.items(), 99)
+        return await engine.update_weights(timeout_s, members, **phase)
+
+    pusher._replicas._rollout = type("Overtaken", (), {"update_weights": staticmethod(overtaken)})()  # type: ignore[assignment]
+    with pytest.raises(PushFailed, match="the learner wrote other weights while these were loaded"):
+        await pusher.push(80)
+    [lost] = await engine.update_weights(TIMEOUT_S, discover=pb.Discover())
+    assert lost.policy_version == NO_VERSION
+    # The next push mends it.
+    await make_pusher(engine, source).push(81)
+    await loaded.check(version=81)

@@ -50,7 +50,7 @@ async def _across(host: PushedHost, source: ModelSource, version: int, in_flight
     return samples, await host.generate(PROMPTS, LONG)
 
 
-async def _across_all(folder: Path) -> list[Across]:
+async def sampled_across(folder: Path) -> list[Across]:
     host = PushedHost()
     await host.start({"model": str(folder), "dtype": "float32", "max_length": LONGEST, "kv_cache_mib": 64})
     try:
@@ -62,13 +62,6 @@ async def _across_all(folder: Path) -> list[Across]:
         ]
     finally:
         await host.shutdown()
-
-
-def sampled_across(folder: Path) -> list[Across]:
-    """Carries it out in the process for engines."""
-    from tests.engine_process import _loop
-
-    return _loop.run_until_complete(_across_all(folder))
 
 
 async def test_only_requests_in_flight_may_keep_what_old_weights_computed(
@@ -86,7 +79,7 @@ async def test_only_requests_in_flight_may_keep_what_old_weights_computed(
         parts = [np.abs(sample.logprobs - own)[s:e] for version, s, e in sample.spans if version == only]
         return np.concatenate([np.zeros(1, np.float32), *parts])
 
-    pushes = await engine._run(sampled_across, folder)
+    pushes = await engine.call(sampled_across, folder)
     for pushed, (in_flight, (samples, later)) in enumerate(zip(PUSHES, pushes, strict=True), 1):
         mixed = [sample for sample in samples if len(sample.spans) == 2]
         assert mixed
@@ -115,7 +108,7 @@ def adapted(folder: Path, version: int) -> Any:
     return model
 
 
-async def _while_pushed(folder: Path) -> tuple[list[Sample | Unavailable], list[Sample]]:
+async def sampled_while_pushed(folder: Path) -> tuple[list[Sample | Unavailable], list[Sample]]:
     """Responses to the first prompt: one that begins before all pushes, and one after each of three, while those
     before it go on. Also what was reported of the first."""
     host, begun = PushedHost(), list[asyncio.Task[Sample]]()
@@ -153,18 +146,11 @@ async def _while_pushed(folder: Path) -> tuple[list[Sample | Unavailable], list[
         await host.shutdown()
 
 
-def sampled_while_pushed(folder: Path) -> tuple[list[Sample | Unavailable], list[Sample]]:
-    """Carries it out in the process for engines."""
-    from tests.engine_process import _loop
-
-    return _loop.run_until_complete(_while_pushed(folder))
-
-
 async def test_responses_are_finished_with_their_adapters_beside_those_with_newer_ones(
     tmp_path: Path, engine: EngineProcess
 ) -> None:
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5, max_position_embeddings=2048)
-    (oldest, *others), parts = await engine._run(sampled_while_pushed, folder)
+    (oldest, *others), parts = await engine.call(sampled_while_pushed, folder)
     # The place of its adapters was needed: another replica would go on from what it has reported.
     assert isinstance(oldest, Unavailable)
     assert 0 < sum(len(part.response_ids) for part in parts) < 1700

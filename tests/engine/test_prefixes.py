@@ -25,7 +25,7 @@ PUSHES = ("keep", "keep", "keep-cache", "keep-cache")
 back to a checkpoint."""
 
 
-async def _computed(folder: Path) -> list[list[int]]:
+async def computed(folder: Path) -> list[list[int]]:
     """Tokens of prompts computed for a group at once and for one more response: under the weights of the folder, and
     after each push."""
     host, counts = PushedHost(), []
@@ -44,17 +44,10 @@ async def _computed(folder: Path) -> list[list[int]]:
         await host.shutdown()
 
 
-def computed(folder: Path) -> list[list[int]]:
-    """Carries it out in the process for engines."""
-    from tests.engine_process import _loop
-
-    return _loop.run_until_complete(_computed(folder))
-
-
 async def test_a_prompt_is_computed_once_for_all_responses_under_the_same_weights(
     tmp_path: Path, engine: EngineProcess
 ) -> None:
     """`keep-cache` leaves what was computed in the cache at a push: no later request finds it there."""
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5, max_position_embeddings=LONGEST)
-    counts = await engine._run(computed, folder)
+    counts = await engine.call(computed, folder)
     assert counts == [[*[REST] * (GROUP - 1), len(PROMPT)], [REST]] * (1 + len(PUSHES))

@@ -46,7 +46,7 @@ async def test_a_proof_names_the_layers_that_got_no_weights(engine: EngineProces
     folder = FAMILIES["bos"].make(tmp_path / "stale")
     model = plain.language_model(folder)
     await engine.start(folder)
-    await engine._run(_take_any_manifest)
+    await engine.call(_take_any_manifest)
     lacking = ("lm_head.weight", "model.layers.1.mlp.down_proj.weight")
     source = ModelSource(model, lacking=lacking)
     await make_pusher(engine, source, make_prover(source)).push(1)

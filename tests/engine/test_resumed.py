@@ -71,7 +71,7 @@ class _Host(PushedHost):
         return list(zip(parts, await asyncio.gather(*calls), strict=True))
 
 
-async def _made(folder: Path) -> dict[str, Any]:
+async def sampled(folder: Path) -> dict[str, Any]:
     host = _Host()
     config = {"model": str(folder), "dtype": "float32", "max_length": LONGEST, "kv_cache_mib": 64}
     await host.start(config | {"max_num_batched_tokens": BATCHED})
@@ -88,20 +88,13 @@ async def _made(folder: Path) -> dict[str, Any]:
         await host.shutdown()
 
 
-def made(folder: Path) -> dict[str, Any]:
-    """Carries it out in the process for engines."""
-    from tests.engine_process import _loop
-
-    return _loop.run_until_complete(_made(folder))
-
-
 async def test_a_response_that_goes_on_is_the_one_that_it_would_have_been(
     tmp_path: Path, engine: EngineProcess
 ) -> None:
     """Token for token under the same weights; across a push each token has the log-prob of its own weights."""
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5, max_position_embeddings=LONGEST)
     models = [plain.language_model(folder), perturbed(plain.language_model(folder), seed=1)]
-    of = await engine._run(made, folder)
+    of = await engine.call(sampled, folder)
 
     def distance(sample: Sample, version: int) -> Floats:
         """|log-ratio| of the engine to a version, of the tokens that it sampled."""

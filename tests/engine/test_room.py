@@ -57,7 +57,7 @@ async def test_requests_are_preempted_by_vllms_scheduler_alone(
     tmp_path: Path, engine: EngineProcess, ours: bool
 ) -> None:
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5)
-    lengths, preempted, running = await engine._run(sampled, folder, ours)
+    lengths, preempted, running = await engine.call(sampled, folder, ours)
     assert len(lengths) == len(PROMPTS)
     assert set(lengths[::2]) == {LONGEST}
     # 1024 tokens are eight of the longest; more run, as those that have begun before end before.

@@ -97,7 +97,7 @@ async def test_an_engine_computes_with_weights_that_were_copied_straight(
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         rounds.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
         wanted.append(plain.logprobs(model, [ids[:1] for ids in PROMPTS], [ids[1:] for ids in PROMPTS]))
-    results = await engine._run(pushes, folder, rounds)
+    results = await engine.call(pushes, folder, rounds)
     distances = [plain.furthest(actual, expected) for (actual, _), expected in zip(results, wanted, strict=True)]
     assert max(distances) < CLOSE
     assert min(plain.furthest(one, other) for one, other in itertools.pairwise(wanted)) > 100 * CLOSE
