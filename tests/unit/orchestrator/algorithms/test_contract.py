@@ -45,3 +45,14 @@ def test_the_docstrings_examples_compare_responses_by_the_numbers_of_their_group
     assert made["Centred"]().credit(batch).advantages.flatten().tolist() == [-2, 0, 2, 0, 0, 0]
     ranked = made["Ranked"]().credit(batch).advantages.flatten()
     torch.testing.assert_close(ranked, torch.tensor([-2 / 3, 0, 2 / 3, 0, 0, 0]))
+
+
+def test_the_batch_as_the_baseline_is_the_mean_over_its_trained_tokens() -> None:
+    """Rewards to go of 1 and 3 at two trained tokens, less their mean 2; nothing at the third token, left out."""
+    algorithm = parse_algorithm({"kind": "reinforce++", "scale": "none", "kl": {"coef": 0}})
+    rewards, sampled = torch.tensor([[0.0, 1], [3, 0]]), torch.tensor([[True, True], [True, False]])
+    trained = torch.tensor([[False, True], [True, False]])
+    for mask, expected in ((trained, [[0, -1], [1, 0]]), (torch.zeros_like(trained), [[0, 0], [0, 0]])):
+        credit = algorithm.credit(Responses(rewards, sampled, mask, None, torch.tensor([0, 1])))
+        assert credit.advantages.tolist() == expected
+        assert credit.returns is None

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.algorithms.contract import Clip
 from orchestrator.algorithms.loss import bound, importance_weights, mismatch, policy_loss
 from tests.unit import reference_ppo as ref
 from tests.unit.numeric_cases import response_mask
@@ -102,6 +103,23 @@ def test_policy_loss_and_gradient_against_the_reference(seed: int, dual: float |
 def test_the_reference_meets_every_bound() -> None:
     cases = [ref.objective(math.exp(r), a, 0.2, 0.28, 1.7)[1] for r in (-1.0, 0.0, 1.0) for a in (-1.0, 1.0)]
     assert set(cases) == {"low", "high", "dual", ""}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("clip", get_args(Clip))
+def test_what_lies_off_the_mask_changes_neither_loss_nor_gradient(clip: Clip, sequence: bool) -> None:
+    inputs = doubles([[-1.0, -2.0, NAN]]), doubles([[-1.1, -1.9, NAN]]), doubles([[1.0, -2.0, NAN]])
+    mask = torch.tensor([[True, True, False]])
+    options = {"bound": bound(clip), "weights": None, "denominator": 2, "sequence": sequence}
+    results = []
+    for width in (2, 3):
+        new, old, advantages = (each[:, :width] for each in inputs)
+        new = new.clone().requires_grad_()
+        loss = policy_loss(new, old, advantages, mask[:, :width], **options).loss
+        results.append((float(loss.detach()), gradient(loss, new)[0].tolist()))
+    (short, before), (long, after) = results
+    assert short == long
+    assert [*before, 0.0] == after
 
 
 def test_log_probs_gone_astray_leave_the_loss_finite() -> None:

@@ -103,6 +103,7 @@ def test_double_sided_importance_sampling_and_its_gradient() -> None:
     assert new.grad is not None
     assert new.grad.tolist() == [pytest.approx([-0.5, 0.0, 0.75]), [0.0, 0.0, 0.0]]
     assert (float(actual.clip_fraction_low), float(actual.clip_fraction_high)) == (0.25, 0.25)
+    assert float(actual.dual_clip_fraction) == 0
     assert float(actual.ratio_mean) == pytest.approx(8.1 / 4)
     assert float(actual.ratio_max) == pytest.approx(5)
 
@@ -130,6 +131,17 @@ def test_measures_by_hand() -> None:
     for kind, share in shares.items():
         measured = measures(kind, OLD, ENGINE, MASK, sampled=MASK, cap=2.5, band=None)  # type: ignore[arg-type]
         assert measured["corrected"] == share
+
+
+def test_measures_are_of_the_tokens_that_are_trained_on() -> None:
+    """Without the first token, whose ratio of 2 stays a part of its response's product."""
+    trained = torch.tensor([[False, True, True], [True, False, False]])
+    for kind, share in {"tis": 1 / 3, "tis-sequence": 1 / 3, "icepop": 2 / 3, "geometric": 1.0, "dis": 1 / 3}.items():
+        actual = measures(kind, OLD, ENGINE, trained, sampled=MASK, cap=2.5, band=None)  # type: ignore[arg-type]
+        assert actual["corrected"] == pytest.approx(share)
+        # k: 0.25, 1.2, 8: sum 9.45, squares 65.5025.
+        assert actual["ess"] == pytest.approx(9.45**2 / (65.5025 * 3), rel=1e-5)
+        assert actual["ratio_p50"] == pytest.approx(1.2, rel=1e-5)
 
 
 @pytest.mark.parametrize("band", [(1.0, 2.0), (0.5, 1.0), (-0.1, 2.0), (0.5, 0.7)])

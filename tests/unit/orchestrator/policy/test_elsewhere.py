@@ -407,3 +407,7 @@ def test_the_penalty_of_length(length: int, penalty: float) -> None:
     verl = min(-(length - (LONGEST - 4)) / 4 * 1.0, 0.0)
     (actual,) = overlong_penalties(torch.tensor([length]), LONGEST, buffer=4, penalty=1.0).tolist()
     assert actual == penalty == -verl
+
+
+def test_a_buffer_of_one_token_is_for_the_longest_response_alone() -> None:
+    assert overlong_penalties(torch.tensor([7, 8]), 8, buffer=1, penalty=2.0).tolist() == [0, 2]

@@ -31,6 +31,17 @@ def test_logprobs_equal_those_of_single_sequences(policy_folder: Path, micro_bat
         assert row.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
+def test_sequences_are_scored_from_their_second_token_on_over_the_whole_vocabulary(policy_folder: Path) -> None:
+    """At temperature 1, whatever the one that the run samples at."""
+    trainer = make_trainer(policy_folder, micro_batch_tokens=12)
+    rows = arrays([prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)])
+    plain = language_model(policy_folder)
+    for row, actual in zip(rows, trainer.score(rows), strict=True):
+        with torch.no_grad():
+            logprobs = plain(torch.from_numpy(row)[None].long()).logits[0, :-1].log_softmax(-1)
+        assert actual.tolist() == pytest.approx(logprobs[range(len(row) - 1), row[1:]].tolist(), abs=1e-5)
+
+
 def loss_by_hand(model: Any, batch: PolicyBatch, entropy_coef: float, kl: str | None) -> torch.Tensor:
     """PPO's loss over the whole batch: clip 0.2, importance weights capped at 2, over all ten tokens."""
     logprobs = distributions(model, TEMPERATURE)
