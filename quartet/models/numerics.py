@@ -154,15 +154,15 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     # Rounding can leave the variance of equal numbers above zero.
     if torch.where(mask, returns, torch.inf).min() == torch.where(mask, returns, -torch.inf).max():
         return float("nan")
-    total = _consumed_var(returns.to(torch.float64, copy=True), mask)
-    return float(1 - _consumed_var(returns.to(torch.float64, copy=True).sub_(values), mask) / total)
+    total = _consumed_squares(returns.to(torch.float64, copy=True), mask)
+    return float(1 - _consumed_squares(returns.to(torch.float64, copy=True).sub_(values), mask) / total)
 
 
-def _consumed_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Variance over the mask: squares about the mean over n. Computed in `x` itself, as one more copy of a batch may
-    be large."""
+def _consumed_squares(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of squares about the mean over the mask. Computed in `x` itself, as one more copy of a batch may be
+    large."""
     count = _count(mask)
     if count == 0:
         raise ValueError("mask is empty: a variance needs at least one True")
     mean = x.masked_fill_(~mask, 0.0).sum() / count
-    return x.sub_(mean).masked_fill_(~mask, 0.0).square_().sum() / count
+    return x.sub_(mean).masked_fill_(~mask, 0.0).square_().sum()

@@ -102,7 +102,7 @@ def test_explained_variance_is_that_of_whole_copies_bit_for_bit(share: float) ->
     mask = torch.rand(70, 90, generator=draw) < share
     unchanged = values.clone(), returns.clone()
     of_residuals, of_returns = (
-        (x - numerics.masked_mean(x, mask)).masked_fill(~mask, 0.0).square().sum() / mask.sum()
+        (x - numerics.masked_mean(x, mask)).masked_fill(~mask, 0.0).square().sum()
         for x in (returns.double() - values.double(), returns.double())
     )
     assert numerics.explained_variance(values, returns, mask) == float(1 - of_residuals / of_returns)
