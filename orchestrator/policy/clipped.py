@@ -59,7 +59,7 @@ class ClippedPolicy(Objective):
             loss = loss + micro.reduced(kl, self.kl_coef)
         measured |= {
             "loss": loss,
-            "sampled_entropy": -micro.mean(new_logprobs.detach()),
+            "sampled_entropy": -micro.mean(new_logprobs),
             "log_ratio_max": torch.where(mask, new_logprobs - old_logprobs, 0.0).abs().max(),
         }
         return Terms(loss, result._asdict() | measured, new_logprobs.detach())

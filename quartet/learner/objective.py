@@ -30,7 +30,7 @@ class Terms(NamedTuple):
     """[], with a gradient; a sum divided by a denominator of the whole minibatch, so that the shares of all
     micro-batches and ranks add up to the minibatch's loss."""
     metrics: Mapping[str, Tensor]
-    """[] each, without a gradient; shares like the loss, or maxima if they are named `..._max`."""
+    """[] each; shares like the loss, or maxima if they are named `..._max`. Their gradients are not taken."""
     computed: Tensor | None = None
     """[R, C], numbers that the trainer keeps from an update's first step if it is asked to."""
 

@@ -21,4 +21,4 @@ class Likelihood(Objective):
         """`loss`, and `nll`, the mean over tokens whatever the reduction."""
         logprobs, _ = self.distribution.asked_of(model, micro.pairs)
         loss = -micro.reduced(logprobs)
-        return Terms(loss, {"loss": loss, "nll": -micro.mean(logprobs.detach())})
+        return Terms(loss, {"loss": loss, "nll": -micro.mean(logprobs)})

@@ -45,4 +45,4 @@ class Preference(Objective):
         if self.centring:
             loss = loss + self.centring * (chosen + rejected).square().sum() * share
         right = (chosen > rejected).to(torch.float32).sum() * share
-        return Terms(loss, {"loss": loss, "accuracy": right, "difference": ahead.detach().sum() * share})
+        return Terms(loss, {"loss": loss, "accuracy": right, "difference": ahead.sum() * share})

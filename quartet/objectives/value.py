@@ -30,4 +30,4 @@ class Value(Objective):
             value_clip_eps=self.value_clip_eps,
             denominator=micro.tokens,
         )
-        return Terms(loss, {"loss": loss, "clip_fraction": clipped, "mean": micro.mean(new_values.detach())})
+        return Terms(loss, {"loss": loss, "clip_fraction": clipped, "mean": micro.mean(new_values)})
