@@ -72,12 +72,12 @@ def correction_weights(
         case "tis-sequence":
             return importance_weights(product, zeros, mask, cap=cap)
         case "icepop":
-            return torch.where(mask & ((k < low) | (k > high)), 0.0, k)
+            return torch.where((k < low) | (k > high), 0.0, k)
         case "geometric":
             outside = (mean.exp() < low) | (mean.exp() > high)
             return torch.where(mask & outside, 0.0, torch.ones_like(k))
         case "decoupled":
-            return k if cap is None else torch.where(mask & (k > cap), 0.0, k)
+            return k if cap is None else torch.where(k > cap, 0.0, k)
     raise ValueError(f"correction: unknown {kind!r}")
 
 

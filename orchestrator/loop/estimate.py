@@ -89,7 +89,7 @@ def estimate_advantages(
     in_reward = kl_coef if algorithm.kl.placement == "reward" else 0.0
     charged = in_reward > 0 and old_logprobs is not None
     rewards = shape_rewards(
-        scores.float(),
+        scores,
         _kl(batch, old_logprobs, algorithm, sampled) if charged else torch.zeros(sampled.shape),
         sampled,
         kl_coef=in_reward,
