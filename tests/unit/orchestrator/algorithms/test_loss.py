@@ -1,7 +1,7 @@
 """The policy loss and its importance weights by hand, against the slow reference, and by their laws."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -105,12 +105,26 @@ def test_the_reference_meets_every_bound() -> None:
     assert set(cases) == {"low", "high", "dual", ""}
 
 
+def test_a_capped_ratio_weighs_the_gradient_of_its_log_prob() -> None:
+    """CISPO with cap 5: ratios 1/2, 2 and 8 weigh 1/2, 2 and 5, and only the last one is bounded."""
+    new, r, advantages = doubles([[-1.0, -2.0, -4.0]]), doubles([[0.5, 2.0, 8.0]]), doubles([[1.0, -3.0, 2.0]])
+    new.requires_grad_()
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    capped = bound("cispo", cap=5)
+    actual = policy_loss(new, new.detach() - r.log(), advantages, mask, bound=capped, weights=None, denominator=4)
+    # -(0.5 * 1 * -1 + 2 * -3 * -2 + 5 * 2 * -4) / 4
+    close(actual.loss.detach(), 28.5 / 4)
+    close(gradient(actual.loss, new), [[-0.5 / 4, 6 / 4, -10 / 4]])
+    shares = actual.clip_fraction_low, actual.clip_fraction_high, actual.dual_clip_fraction
+    assert [float(share) for share in shares] == [0, 0.25, 0]
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("clip", get_args(Clip))
 def test_what_lies_off_the_mask_changes_neither_loss_nor_gradient(clip: Clip, sequence: bool) -> None:
     inputs = doubles([[-1.0, -2.0, NAN]]), doubles([[-1.1, -1.9, NAN]]), doubles([[1.0, -2.0, NAN]])
     mask = torch.tensor([[True, True, False]])
-    options = {"bound": bound(clip), "weights": None, "denominator": 2, "sequence": sequence}
+    options: dict[str, Any] = {"bound": bound(clip), "weights": None, "denominator": 2, "sequence": sequence}
     results = []
     for width in (2, 3):
         new, old, advantages = (each[:, :width] for each in inputs)
@@ -120,6 +134,13 @@ def test_what_lies_off_the_mask_changes_neither_loss_nor_gradient(clip: Clip, se
     (short, before), (long, after) = results
     assert short == long
     assert [*before, 0.0] == after
+
+
+def test_no_bound_takes_the_gradient_of_a_token_without_an_advantage() -> None:
+    r = doubles([[0.1, 1.0, 9.0]])
+    none = torch.zeros_like(r)
+    bounded = ppo(3.0)(r, none, none)
+    assert [side.any().item() for side in (bounded.low, bounded.high, bounded.dual)] == [False] * 3
 
 
 def test_log_probs_gone_astray_leave_the_loss_finite() -> None:

@@ -28,6 +28,7 @@ def weights(kind: Any, **options: Any) -> list[list[float]]:
     ("kind", "options", "expected"),
     [
         ("tis", {}, [[2, 0.25, 1.2], [2, 1, 1]]),
+        ("tis", {"cap": 1.0}, [[1, 0.25, 1], [1, 1, 1]]),
         ("tis", {"cap": None}, [[1, 1, 1], [1, 1, 1]]),
         # 2 * 0.25 * 1.2 = 0.6; 8, truncated.
         ("tis-sequence", {}, [[0.6, 0.6, 0.6], [2, 1, 1]]),
@@ -142,6 +143,9 @@ def test_measures_are_of_the_tokens_that_are_trained_on() -> None:
         # k: 0.25, 1.2, 8: sum 9.45, squares 65.5025.
         assert actual["ess"] == pytest.approx(9.45**2 / (65.5025 * 3), rel=1e-5)
         assert actual["ratio_p50"] == pytest.approx(1.2, rel=1e-5)
+    # Clip dis bounds a response's ratio as the loss takes it, from the trained tokens: (0.25 * 1.2) ** 0.5 = 0.55; 8.
+    options: dict[str, Any] = {"cap": None, "band": (0.6, 4.0), "sequence": True}
+    assert measures("dis", OLD, ENGINE, trained, sampled=MASK, **options)["corrected"] == 1
 
 
 @pytest.mark.parametrize("band", [(1.0, 2.0), (0.5, 1.0), (-0.1, 2.0), (0.5, 0.7)])

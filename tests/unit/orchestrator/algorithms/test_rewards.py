@@ -134,12 +134,14 @@ def test_the_normaliser_by_hand() -> None:
     one = fresh.update(torch.tensor([1.0]))
     for too_early in (fresh, one):
         close(too_early.normalise(torch.tensor([5.0, -5.0])), torch.tensor([5.0, -5.0]))
+        assert too_early.deviation == 1
     three = one.update(torch.tensor([2.0, 4.0]))
     # mean 7/3, squares about it 42/9, variance 7/3; (4 - 7/3) / sqrt(7/3) = 1.091089
     assert three.count == 3
     close(three.mean, 7 / 3)
     close(three.m2, 42 / 9)
     close(three.normalise(torch.tensor([4.0, 7 / 3])), torch.tensor([1.091089, 0.0]), 1e-6)
+    close(three.deviation, math.sqrt(7 / 3), 1e-6)
     assert three.update(torch.empty(0)) == three
     assert fresh == RunningNormaliser(0, 0.0, 0.0)
 

@@ -411,3 +411,7 @@ def test_the_penalty_of_length(length: int, penalty: float) -> None:
 
 def test_a_buffer_of_one_token_is_for_the_longest_response_alone() -> None:
     assert overlong_penalties(torch.tensor([7, 8]), 8, buffer=1, penalty=2.0).tolist() == [0, 2]
+
+
+def test_a_buffer_may_be_all_of_the_longest_response() -> None:
+    assert overlong_penalties(torch.tensor([1, 4]), 4, buffer=4, penalty=2.0).tolist() == [0.5, 2]

@@ -55,6 +55,7 @@ def test_empty_and_single_masks() -> None:
         numerics.masked_mean(X, nothing)
     with pytest.raises(ValueError, match="at least two"):
         numerics.masked_var(X, single)
+    close(numerics.masked_var(torch.tensor([1.0, 5.0, NAN]), torch.tensor([True, True, False])), 8.0)
 
 
 def test_nothing_broadcasts_and_masks_are_boolean() -> None:

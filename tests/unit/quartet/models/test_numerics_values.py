@@ -117,3 +117,7 @@ def test_explained_variance_of_constant_returns_is_nan() -> None:
     for constant in (0.0, 0.1, 1e6 + 0.3):  # (0.1 + 0.1 + 0.1) / 3 is not 0.1
         returns = torch.full((1, 3), constant, dtype=torch.float64)
         assert math.isnan(numerics.explained_variance(torch.randn(1, 3), returns, mask))
+        for other in (-2e6, 2e6, NAN):  # off the mask
+            beside, whole = torch.tensor([[*[constant] * 3, other]], dtype=torch.float64), torch.ones(1, 4) > 0
+            whole[0, 3] = False
+            assert math.isnan(numerics.explained_variance(torch.randn(1, 4), beside, whole))
