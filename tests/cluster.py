@@ -259,17 +259,20 @@ def _secure(folder: Path, access: Path) -> Path:
     return keys.policy
 
 
-def named(quartet: Quartet, name: str) -> psutil.Process:
+def named(quartet: Quartet, title: str) -> psutil.Process:
     """The Ray worker of the cluster whose title begins so."""
-    [only] = [process for process in quartet.cluster.processes() if _title(process).startswith(name)]
-    return only
+    [only] = titled(quartet, title)
+    return psutil.Process(only)
 
 
-def _title(process: psutil.Process) -> str:
-    """The process's command line; empty if it has ended."""
-    with suppress(psutil.NoSuchProcess):  # as a zombie is for psutil, too
-        return " ".join(process.cmdline())
-    return ""
+def titled(quartet: Quartet, title: str) -> list[int]:
+    """Living processes of the cluster whose title begins so."""
+    found = []
+    for process in quartet.cluster.processes():
+        with suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith(title) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def rollouts(quartet: Quartet) -> dict[str, int]:

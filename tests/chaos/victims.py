@@ -6,7 +6,7 @@ from collections.abc import Collection
 import psutil
 
 from orchestrator.deployment import cluster as ray_cluster
-from tests.cluster import Quartet
+from tests.cluster import Quartet, titled
 from tests.preloaded import all_of
 
 SERVED = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "critic": "Critic"}
@@ -58,16 +58,6 @@ def victims(quartet: Quartet, kind: str, replica: int | None) -> list[int]:
             return [*_child(replica, "spawn_main"), replica]
         return [replica]
     return []
-
-
-def titled(quartet: Quartet, title: str) -> list[int]:
-    """Living processes of the cluster whose title begins so."""
-    found = []
-    for process in quartet.cluster.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if " ".join(process.cmdline()).startswith(title) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
 
 
 def _child(pid: int, word: str) -> list[int]:

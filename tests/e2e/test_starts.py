@@ -10,8 +10,7 @@ import yaml
 
 from orchestrator.deployment.cluster import STATE
 from orchestrator.deployment.listeners import free_ports
-from tests.chaos.victims import titled
-from tests.cluster import Quartet, named
+from tests.cluster import Quartet, named, titled
 from tests.commands import PATIENCE_S, finished
 from tests.runs import Run
 

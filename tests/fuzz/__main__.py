@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quartet.security.port import CALLBACK, CALLBACK_VARIABLE, Port
-from tests.cluster import Quartet, running_quartet
+from tests.cluster import running_quartet
 from tests.fuzz.fuzzer import Verdict, fuzz
 from tests.fuzz.generator import requests
 from tests.fuzz.processes import replica_processes
@@ -36,7 +36,7 @@ async def main(count: int, seed: int, console: Console) -> int:
         reward = make_reward(Path(folder) / "reward")
         (Path(folder) / "quartet").mkdir()
         async with running_quartet(Path(folder) / "quartet", policy, reward) as quartet:
-            return await _round(quartet, count, seed, console)
+            return await _judged(quartet.channel, count, seed, console, lambda: replica_processes(quartet))
 
 
 async def door(count: int, seed: int, console: Console) -> int:
@@ -81,10 +81,6 @@ async def http(count: int, seed: int, console: Console) -> int:
     for fault in verdict.faults[:40]:
         console.print(fault, markup=False)
     return 1 if verdict.faults else 0
-
-
-async def _round(quartet: Quartet, count: int, seed: int, console: Console) -> int:
-    return await _judged(quartet.channel, count, seed, console, lambda: replica_processes(quartet))
 
 
 async def _judged(

@@ -1,7 +1,5 @@
 """The processes that a fuzzer must leave alone."""
 
-import psutil
-
 from orchestrator.deployment import cluster
 from tests.cluster import Quartet, named
 
@@ -16,4 +14,4 @@ def replica_processes(quartet: Quartet) -> dict[str, int]:
         for replica in deployment["replicas"]
         if replica["state"] == "RUNNING"  # an earlier test may have scaled down
     }
-    return watched | {"proxy": psutil.Process(named(quartet, "ray::ProxyActor").pid).pid}
+    return watched | {"proxy": named(quartet, "ray::ProxyActor").pid}

@@ -22,8 +22,7 @@ from orchestrator.push.pusher import WeightPusher
 from quartet.wire.errors import ServiceError
 from services.rollout.client import RolloutClient
 from tests import plain
-from tests.chaos.victims import titled
-from tests.cluster import Quartet, eventually, rollouts
+from tests.cluster import Quartet, eventually, rollouts, titled
 from tests.models import BOS
 from tests.newcomers import adding_newcomers, once
 from tests.pushing import ModelSource, hold, make_pusher
