@@ -5,10 +5,11 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -23,23 +24,34 @@ ENVIRONMENT = {
 """The environment of a quartet of tests, where neither conftest.py nor the Makefile has set it."""
 
 
-def run(main: Callable[[Namespace, Path, Console], Awaitable[int]], given: Namespace, name: str) -> NoReturn:
-    """Ends this process with the exit status that `main` returns for the options, a folder and a console."""
+Main = Callable[[Namespace, Path, Console, Callable[[str], None]], Coroutine[Any, Any, list[str]]]
+
+
+def run(main: Main, given: Namespace, name: str) -> NoReturn:
+    """Ends this process with 1 if there are problems, which are printed.
+
+    Args:
+        main: returns the problems. It gets the options, a folder, a console, and what prints a line with its time.
+        given: the options.
+        name: the campaign's, with which the folder's name begins.
+    """
     # Short, as sockets lie in it.
     os.environ |= {"RAY_TMPDIR": tempfile.mkdtemp(prefix="qc-", dir="/tmp")} | ENVIRONMENT
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-    console = Console(width=160)
-    status = 1
+    console, began, failed = Console(width=160), time.monotonic(), True
 
-    async def campaign() -> int:
-        return await main(given, folder, console)
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - began:7.1f} {text}", markup=False, highlight=False)
 
     try:
-        status = asyncio.run(campaign())
+        problems = asyncio.run(main(given, folder, console, say))
+        for problem in problems[:40]:
+            console.print(problem, markup=False, highlight=False)
+        failed = bool(problems)
     finally:
         shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
-        if status:
+        if failed:
             console.print(f"logs: {folder}")
         else:
             shutil.rmtree(folder)
-    sys.exit(status)
+    sys.exit(failed)

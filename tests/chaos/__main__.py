@@ -5,6 +5,7 @@ with all logs is kept and named.
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -12,42 +13,24 @@ from rich.console import Console
 from tests.campaigns import run
 
 
-async def main(given: argparse.Namespace, folder: Path, console: Console) -> int:
-    """Exit status: 0 if every run kept what is promised."""
+async def main(given: argparse.Namespace, folder: Path, console: Console, say: Callable[[str], None]) -> list[str]:
+    """Problems; none if every run kept what is promised."""
     # Imported here: Ray reads the environment when it is imported.
     from tests.chaos.campaign import campaign, doubled
     from tests.chaos.report import table
     from tests.cluster import running_quartet
     from tests.models import make_policy, make_reward
 
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        console.print(f"{time.monotonic() - began:7.1f} {text}", markup=False, highlight=False)
-
+    until = time.monotonic() + 60 * given.minutes
     policy = make_policy(folder / "policy", kind="llama", tied=False)
     reward = make_reward(folder / "reward")
     (folder / "quartet").mkdir()
     async with running_quartet(folder / "quartet", policy, reward, doubled) as quartet:
         say("the quartet is up")
-        outcomes = []
-        runs = campaign(
-            quartet,
-            given.seed,
-            given.faults,
-            given.each,
-            given.staleness,
-            say,
-            first=given.first,
-            until=began + 60 * given.minutes,
-        )
-        async for outcome in runs:
-            outcomes.append(outcome)
+        asked = (given.seed, given.faults, given.each, given.staleness)
+        outcomes = [each async for each in campaign(quartet, *asked, say, first=given.first, until=until)]
     console.print(table(outcomes, given.seed, given.staleness))
-    problems = [problem for outcome in outcomes for problem in outcome.problems]
-    for problem in problems:
-        console.print(f"seed {given.seed}, {problem}", markup=False, highlight=False)
-    return 1 if problems else 0
+    return [f"seed {given.seed}, {problem}" for outcome in outcomes for problem in outcome.problems]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ the version that its reply names, if a push failed, or if no stream was read to 
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,12 @@ def alone(raw: dict[str, Any]) -> None:
     del raw["orchestrator"]
 
 
-async def main(given: argparse.Namespace, folder: Path, console: Console) -> int:
-    """Exit status: 0 if nothing is wrong."""
+async def main(given: argparse.Namespace, folder: Path, console: Console, say: Callable[[str], None]) -> list[str]:
+    """All that is wrong."""
     # Imported here: Ray reads the environment when it is imported.
     from tests.cluster import running_quartet
     from tests.streams.campaign import campaign
     from tests.streams.certain import make_certain
-
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        console.print(f"{time.monotonic() - began:7.1f} {text}", markup=False, highlight=False)
 
     (folder / "services").mkdir()
     policy = make_certain(folder / "policy")
@@ -55,9 +51,7 @@ async def main(given: argparse.Namespace, folder: Path, console: Console) -> int
     }.items():
         table.add_row(name, value)
     console.print(table)
-    for problem in verdict.wrong[:40]:
-        console.print(problem, markup=False, highlight=False)
-    return 1 if verdict.wrong else 0
+    return verdict.wrong
 
 
 if __name__ == "__main__":
