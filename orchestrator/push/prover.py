@@ -96,6 +96,7 @@ class Prover:
             self._unproved += 1
             return None
         scoring, self._learner_logprobs = self._learner_logprobs, None
+        self._proved = set()  # so that the next push is proved if this one is not, whoever its members are
         # At the same time, since each side's pass reads all weights of the model, as a push does.
         answers, logprobs = await both(ask(self._asked), scoring)
         probe = Probe(self._sequences, logprobs, self._tolerance.now)

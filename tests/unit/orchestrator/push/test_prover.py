@@ -171,6 +171,19 @@ async def test_a_replica_that_dies_meanwhile_costs_nothing_but_the_proof_that_it
     assert "probe" not in fleet.phases
 
 
+async def test_the_proof_that_a_dead_replica_owes_is_given_by_those_that_are_left(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    pusher = make_pusher(fleet, prover=make_prover(source, every=0))
+    for version in (1, 2):
+        await pusher.push(version)
+    fleet.add(c=1)
+    fleet.mute.add(("c", "probe"))
+    assert (await pusher.push(3)).difference is None
+    fleet.remove("c")
+    assert (await pusher.push(4)).difference is not None
+    assert (await pusher.push(5)).difference is None
+
+
 async def ticket_of(pusher: WeightPusher, newcomer: str) -> Ticket:
     """The ticket with which this newcomer gets the weights."""
     taken: dict[str, Ticket] = {}
