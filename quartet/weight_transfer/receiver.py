@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -178,12 +178,13 @@ class GroupReceiver:
         with ThreadPoolExecutor(senders, "stage") as stagers, ThreadPoolExecutor(senders, "push") as lines:
             if writing is not None:
                 writing.begin()
+            coming = [lines.submit(line, sender) for sender in range(senders)]
             try:
-                parts = [coming.result() for coming in [lines.submit(line, sender) for sender in range(senders)]]
+                parts = [first.result() for first in as_completed(coming)]
             except BaseException:
                 self.close()  # so that no thread keeps waiting for a bucket
                 raise
-            received = checksum({number: coming.result() for part in parts for number, coming in part.items()})
+            received = checksum({number: staged.result() for part in parts for number, staged in part.items()})
             if writing is not None:
                 writing.end()
             return received

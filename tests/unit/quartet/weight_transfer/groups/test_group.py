@@ -90,10 +90,10 @@ class Answering:
             self.stuck.abort()
 
 
-def alone(process_group: Any) -> Group:
+def alone(process_group: Any, device: torch.device | None = CPU, timeout_s: float = TIMEOUT_S) -> Group:
     """A group of one member, with this behind it."""
-    wire = Wire(lambda *_: process_group, CPU)
-    return Group(open_store(HOST, TIMEOUT_S)[0], wire, rank=SENDER, world_size=1, membership=1, timeout_s=TIMEOUT_S)
+    wire = Wire(lambda *_: process_group, device)
+    return Group(open_store(HOST, TIMEOUT_S)[0], wire, rank=SENDER, world_size=1, membership=1, timeout_s=timeout_s)
 
 
 def test_what_is_sent_arrives() -> None:
@@ -245,6 +245,28 @@ def test_an_abandoned_membership_is_left_and_no_other() -> None:
     assert main.aborts == 1
     with pytest.raises(RuntimeError, match="join comes before send"):
         sender.send(1)
+
+
+class Failing(Answering):
+    """One whose sender is gone."""
+
+    def wait(self, timeout: timedelta) -> None:
+        raise RuntimeError("the sender is gone")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_sender_that_is_gone_ends_what_comes_from_the_others(failing: int) -> None:
+    """A bucket of another sender would else be waited for until the deadline."""
+    groups: list[Any] = [Stuck(), Stuck()]
+    groups[failing] = Failing()
+    receiver = GroupReceiver(CPU)
+    receiver._groups = [alone(group, None, timeout_s=60) for group in groups]
+    weights = {name: torch.zeros(4) for name in "ab"}
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^the sender is gone$"):
+        receiver.receive(Manifest.of(weights, 16))
+    assert time.monotonic() - began < 30
+    assert [group.aborts for group in groups] == [1, 1]
 
 
 def test_members_that_do_not_come_are_named_before_anything_is_formed_and_the_next_membership_works() -> None:
