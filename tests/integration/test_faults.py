@@ -135,7 +135,7 @@ async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, lo
     engine ends with it."""
     listeners = [Listener(quartet.channel, PROMPTS * 10, LONG) for _ in range(2)]
     killed, pids = threading.Event(), rollouts(quartet)
-    engines = {replica: psutil.Process(engine_of(pid)) for replica, pid in pids.items()}
+    engines, lost = {replica: psutil.Process(engine_of(pid)) for replica, pid in pids.items()}, list[str]()
 
     def kill() -> None:
         end = time.monotonic() + 3  # replicas send what they have at least every two seconds
@@ -144,9 +144,8 @@ async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, lo
                 loop.source.midway = kill  # all responses had just ended, so at another push
                 return
             time.sleep(0.05)
-        replica = begun[0]
-        psutil.Process(pids[replica]).kill()
-        engines[replica].wait(60)
+        lost.append(begun[0])
+        psutil.Process(pids[lost[0]]).kill()
         killed.set()
 
     async def is_killed() -> bool:
@@ -161,6 +160,7 @@ async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, lo
         await eventually(is_killed, REPLACED_S)
         await loop.further(3)
     assert loop.source.midway is None
+    await asyncio.to_thread(engines[lost[0]].wait, 60)
     samples = [sample for listener in listeners for sample in listener.samples]
     resumed = [sample for sample in samples if sample.kept]
     print(f"\n{len(resumed)} of {len(samples)} samples went on elsewhere after {sum(s.kept for s in resumed)} tokens")
