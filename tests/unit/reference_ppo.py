@@ -83,13 +83,6 @@ def kl(logprob: float, ref_logprob: float, kind: str) -> float:
     return {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[kind]
 
 
-def shape_rewards(scores: list[float], kls: Rows, kl_coef: float, limit: float | None) -> Rows:
-    rewards = [[-kl_coef * x for x in row] for row in kls]
-    for row, score in zip(rewards, scores, strict=True):
-        row[-1] += score if limit is None else clip(score, -limit, limit)
-    return rewards
-
-
 def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> Rows:
     """The infinite sum of Schulman et al. 2015, eq. 16: A_t = sum over l of (gamma lam)^l delta_t+l."""
     advantages = []
@@ -100,31 +93,6 @@ def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> Rows:
             [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(r))) for t in range(len(r))]
         )
     return advantages
-
-
-def rloo(rewards: Rows, group: int) -> Rows:
-    """Each response's total less the mean of the others to its prompt, found one by one."""
-    totals, advantages = [math.fsum(row) for row in rewards], []
-    for i, row in enumerate(rewards):
-        begin = i - i % group
-        others = [totals[j] for j in range(begin, begin + group) if j != i]
-        advantages.append([totals[i] - math.fsum(others) / len(others)] * len(row))
-    return advantages
-
-
-def rewards_to_go(rewards: Rows, gamma: float) -> Rows:
-    """The sum over k >= t of gamma^(k - t) r_k, written out."""
-    return [[sum(gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))] for row in rewards]
-
-
-def whiten(rows: Rows) -> Rows:
-    shift = mean(rows)
-    return [[(x - shift) / math.sqrt(variance(rows) + 1e-8) for x in row] for row in rows]
-
-
-def importance_weights(old: Rows, behaviour: Rows, cap: float) -> Rows:
-    pairs = [zip(o, b, strict=True) for o, b in zip(old, behaviour, strict=True)]
-    return [[min(math.exp(o) / math.exp(b), cap) for o, b in row] for row in pairs]
 
 
 def objective(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> tuple[float, str]:
@@ -160,16 +128,6 @@ def policy_loss(
         gradients.append(0.0 if bound else -w * a * ratio / denominator)
         ratios.append(ratio)
     return {k: v / denominator for k, v in sums.items()} | {"ratio_max": max(ratios)}, gradients
-
-
-def mismatch(behaviour: Rows, old: Rows, cap: float) -> dict[str, float]:
-    pairs = list(zip(flat(behaviour), flat(old), strict=True))
-    return {
-        "mean_abs": sum(abs(o - b) for b, o in pairs) / len(pairs),
-        "max_abs": max(abs(o - b) for b, o in pairs),
-        "kl": sum(kl(b, o, "k3") for b, o in pairs) / len(pairs),
-        "capped": sum(math.exp(o - b) > cap for b, o in pairs) / len(pairs),
-    }
 
 
 def doubles(rows: Any) -> Tensor:

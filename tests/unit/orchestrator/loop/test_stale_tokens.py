@@ -153,42 +153,6 @@ def test_the_length_of_a_response_is_that_of_its_trained_tokens() -> None:
     near(estimate.returns, rows(wanted.returns))
 
 
-def naive(batch: list[Experience], old: list[Any], algorithm: PPO) -> tuple[list[Any], list[Any]]:
-    """Advantages and returns, token by token: A_t is the sum of discounted deltas of the trained tokens from t on."""
-    advantages, returns = [], []
-    for e, own in zip(batch, old, strict=True):
-        kept = [t for t, version in enumerate(e.sample.segment.versions) if version >= OLDEST]
-        reward = [-0.1 * (own[t] - float(e.ref_logprobs[t])) for t in range(len(own))]
-        reward[-1] += e.score
-        earned = [sum(reward[t : ([*kept, len(own)])[i + 1]]) for i, t in enumerate(kept)]
-        value = [*(float(e.values[t]) for t in kept), 0.0]
-        delta = [earned[i] + algorithm.gamma * value[i + 1] - value[i] for i in range(len(kept))]
-        row, target = [0.0] * len(own), [0.0] * len(own)
-        for i, t in enumerate(kept):
-            factors = [(algorithm.gamma * algorithm.gae_lambda) ** n for n in range(len(kept) - i)]
-            row[t] = sum(f * d for f, d in zip(factors, delta[i:], strict=True))
-            target[t] = row[t] + value[i]
-        advantages.append(row)
-        returns.append(target)
-    return advantages, returns
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_advantages_against_loops_over_tokens(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    batch, old = [], []
-    for length in draw.integers(1, 9, 12):
-        logprobs, ref, values, own = draw.normal(-2, 1, (4, length))
-        versions = draw.integers(5, 9, length).tolist()
-        batch.append(experience(versions, float(draw.normal()), logprobs, ref, values))
-        old.append(own)
-    settings: dict[str, Any] = {"gamma": 0.9, "gae_lambda": 0.8}
-    _, estimate, _ = made(batch, old, **settings)
-    wanted = naive(batch, old, PPO.parse(settings, "algorithm"))
-    near(estimate.advantages, wanted[0])
-    near(estimate.returns, wanted[1])
-
-
 async def test_both_learners_are_told_which_tokens_to_leave_out(policy_folder: Path) -> None:
     """The first tokens come from the version that samples must at least come from, two behind from the third batch
     on; the last ones from the next version."""
