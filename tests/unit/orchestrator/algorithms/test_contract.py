@@ -56,3 +56,14 @@ def test_the_batch_as_the_baseline_is_the_mean_over_its_trained_tokens() -> None
         credit = algorithm.credit(Responses(rewards, sampled, mask, None, torch.tensor([0, 1])))
         assert credit.advantages.tolist() == expected
         assert credit.returns is None
+
+
+def test_a_single_trained_token_has_no_spread_and_no_advantage() -> None:
+    algorithm = parse_algorithm({"kind": "reinforce++", "kl": {"coef": 0}})
+    sampled, trained = torch.tensor([[True, True]]), torch.tensor([[False, True]])
+    batch = Responses(torch.tensor([[0.0, 3]]), sampled, trained, None, torch.tensor([0]))
+    assert algorithm.credit(batch).advantages.tolist() == [[0, 0]]
+    rewards, rows = torch.tensor([[0.0, 3], [0, 5]]), (sampled.expand(2, 2), trained.expand(2, 2))
+    two = Responses(rewards, *rows, None, torch.arange(2))
+    # Less the mean 4, over the unbiased deviation 2 ** 0.5.
+    assert algorithm.credit(two).advantages.flatten().tolist() == pytest.approx([0, -(0.5**0.5), 0, 0.5**0.5])

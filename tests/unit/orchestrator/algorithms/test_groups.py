@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from orchestrator.algorithms.contract import Algorithm
-from orchestrator.algorithms.groups import compared
+from orchestrator.algorithms.groups import compared, described
 from orchestrator.algorithms.grpo import GRPO
 from orchestrator.algorithms.responses import Responses
 from orchestrator.algorithms.rloo import RLOO
@@ -48,3 +48,10 @@ def test_equal_rewards_have_no_advantage() -> None:
     equal, group = torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int64)
     assert float((equal - equal.mean()).abs().max()) > 0
     assert compared(equal, group, leave_one_out=False, divide=True).tolist() == [0.0] * 7
+
+
+def test_groups_are_described_by_the_mean_of_their_spreads_and_one_response_has_none() -> None:
+    """Deviations of 1 and 3 of group 4, 2 and 2 of group 1, and one alone: 2 ** 0.5, 0, 0."""
+    scores, groups = torch.tensor([1.0, 2.0, 3.0, 9.0, 2.0]), torch.tensor([4, 1, 4, 7, 1])
+    metrics = described(scores, groups)
+    assert metrics == {"group/zero_variance": pytest.approx(2 / 3), "group/spread": pytest.approx(2**0.5 / 3)}

@@ -167,6 +167,7 @@ def test_weights_follow_the_steps() -> None:
     [
         ({"a": {"weight": []}}, "algorithm.rewards.a.weight: should be a number, or pairs of a step and a number"),
         ({"a": {"weight": [[3, 1], [3, 2]]}}, "algorithm.rewards.a.weight: should be a number, or pairs of a step"),
+        ({"a": {"weight": [[1, 1], [4, 2], [3, 3]]}}, "algorithm.rewards.a.weight: should be a number, or pairs of"),
         ({"a": {"weight": "much"}}, "algorithm.rewards.a.weight: should be a number"),
         ({"a": {"clip": 0}}, "algorithm.rewards.a.clip: should be more than 0"),
         ({"a": {"wieght": 1}}, "algorithm.rewards.a.wieght: unknown field; known: clip, normalise, weight"),

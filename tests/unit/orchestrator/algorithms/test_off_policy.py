@@ -132,6 +132,9 @@ def test_measures_by_hand() -> None:
     for kind, share in shares.items():
         measured = measures(kind, OLD, ENGINE, MASK, sampled=MASK, cap=2.5, band=None)  # type: ignore[arg-type]
         assert measured["corrected"] == share
+    for kind in ("tis", "tis-sequence", "decoupled"):  # without a cap
+        measured = measures(kind, OLD, ENGINE, MASK, sampled=MASK, cap=None, band=None)  # type: ignore[arg-type]
+        assert measured["corrected"] == 0
 
 
 def test_measures_are_of_the_tokens_that_are_trained_on() -> None:

@@ -415,3 +415,6 @@ def test_a_buffer_of_one_token_is_for_the_longest_response_alone() -> None:
 
 def test_a_buffer_may_be_all_of_the_longest_response() -> None:
     assert overlong_penalties(torch.tensor([1, 4]), 4, buffer=4, penalty=2.0).tolist() == [0.5, 2]
+    for longest in (3, None):
+        with pytest.raises(ValueError, match=r"buffer must lie in 1\..*, the longest response, got 4"):
+            overlong_penalties(torch.tensor([1, 3]), longest, buffer=4, penalty=2.0)
