@@ -196,13 +196,6 @@ def test_what_follows_a_step_that_is_kept_again_is_of_another_past(tmp_path: Pat
     assert kept.read(3, prompt) is None
 
 
-def test_a_step_half_written_is_not_there(tmp_path: Path, policy_folder: Path) -> None:
-    kept = journal(tmp_path, policy_folder)
-    kept.write(1, collected())
-    (tmp_path / "journal" / "step-000001.msgpack").rename(tmp_path / "journal" / ".writing")
-    assert journal(tmp_path, policy_folder).read(1, prompt) is None
-
-
 def test_bytes_that_are_not_experience_are_told_and_sampled_again(tmp_path: Path, policy_folder: Path) -> None:
     notes: list[str] = []
     kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
