@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.ended import ended
-from benchmarks.figures import append, keep
+from benchmarks.figures import append, keep, mend
 
 console = Console(width=160)
 LONGEST_S = 200.0
@@ -26,17 +26,19 @@ LIST = "longest"
 
 
 class Results:
-    """One table, each row of which is written to `<folder>/<name>.jsonl` before the next is measured."""
+    """One table, each row of which is written to `<folder>/<name>.jsonl` before the next is measured, after those of
+    earlier runs."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """Writes what the machine is at the head of the file."""
+        """Writes what the machine is above the rows of this run."""
         folder.mkdir(parents=True, exist_ok=True)
         self._name, self._path = name, folder / f"{name}.jsonl"
         self._rows: list[dict[str, Cell]] = []
         self._began = time.time()
         self.last_worked = True
         """False if the last attempt raised."""
-        self._path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M:%S"), **machine()}) + "\n")
+        mend(self._path)
+        append(self._path, {"date": time.strftime("%Y-%m-%d %H:%M:%S"), **machine()})
 
     def add(self, what: str, **figures: Cell) -> None:
         """Keeps a row."""

@@ -95,6 +95,13 @@ def test_a_training_pass_of_the_peer_needs_what_a_plain_loop_took() -> None:
     assert both / 2 / 2**30 == pytest.approx(44, rel=0.05)
 
 
+def test_figures_of_earlier_runs_stay(tmp_path: Path) -> None:
+    for size in ("0.5B", "1.5B"):
+        Results("step", tmp_path).add(size, step_s=1.0)
+    rows = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()]
+    assert [row.get("what", "a run") for row in rows] == ["a run", "0.5B", "a run", "1.5B"]
+
+
 def test_what_the_peer_measured_is_kept_before_its_last_update(tmp_path: Path) -> None:
     """One whose first batch does not fit after an update, and that fails before its last one."""
     python = tmp_path / "python"
