@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.algorithms.registry import parse
 from orchestrator.clients import Infos
-from orchestrator.commands.run_folder import checkpoint_folder, differences
+from orchestrator.commands.run_folder import check_untrained, checkpoint_folder, differences
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.record import record
@@ -15,7 +15,6 @@ from orchestrator.learners import Learner, PolicyLearner
 from orchestrator.loop.checkpoint_folder import Checkpoint, latest
 from orchestrator.loop.identities import PartIdentity, changes
 from orchestrator.loop.state import TrainState
-from orchestrator.monitoring.metrics import FILE, read_metrics
 from quartet.config.base import ConfigError, read_yaml
 from quartet.config.learner import PolicyConfig
 from quartet.learner.layout import LAYOUT, Layout
@@ -32,13 +31,9 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
         ConfigError: the run cannot resume from it, or was trained and has none.
     """
     config, folder = deployment.orchestrator, checkpoint_folder(deployment.orchestrator)
-    checkpoint, metrics = latest(folder), run_dir / FILE
-    if checkpoint is None and metrics.exists() and any(line["step"] > 0 for line in read_metrics(metrics)):
-        raise ConfigError(
-            f"{run_dir} was trained, but {folder} holds no checkpoint: was checkpoint.every 0, or checkpoint.folder "
-            "another? --overwrite starts again"
-        )
+    checkpoint = latest(folder)
     if checkpoint is None:
+        check_untrained(run_dir, folder)
         note(f"{run_dir} has no checkpoint yet: beginning at step 1")
         return None
     step, steps = checkpoint.state.step, config.steps

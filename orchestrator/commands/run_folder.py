@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.lock import held
-from orchestrator.monitoring.metrics import CHECKPOINTS
+from orchestrator.monitoring.metrics import CHECKPOINTS, FILE, read_metrics
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
 from quartet.folders import replace_file, unusable
@@ -49,6 +49,17 @@ def checkpoint_folder(config: OrchestratorConfig) -> Path:
 def policy_folder(config: OrchestratorConfig) -> Path:
     """The folder of the trained policy."""
     return Path(config.save or RUNS / config.name / "policy")
+
+
+def check_untrained(run_dir: Path, checkpoints: Path) -> None:
+    """Raises ConfigError if a run that has no checkpoint was trained: to resume it would be to begin again, and to
+    replace what it has."""
+    metrics = run_dir / FILE
+    if metrics.exists() and any(line["step"] > 0 for line in read_metrics(metrics)):
+        raise ConfigError(
+            f"{run_dir} was trained, but {checkpoints} holds no checkpoint: was checkpoint.every 0, or are "
+            "they elsewhere? --overwrite starts again"
+        )
 
 
 def run_id(run_dir: Path, *, resume: bool) -> str:

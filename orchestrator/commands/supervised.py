@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.commands.restarts import restarting
-from orchestrator.commands.run_folder import RUNS, differences, locked
+from orchestrator.commands.run_folder import RUNS, check_untrained, differences, locked
 from orchestrator.commands.train import connected_ray, ended_like_interrupted
 from orchestrator.data.examples import Examples, evaluation_split
 from orchestrator.data.prompts import check_rows
@@ -256,9 +256,11 @@ class Run:
         await restarting(carry_out, checkpoint, last, self.training.checkpoint, self.progress.note)
 
     def _to_resume(self) -> Checkpoint[ExamplesState] | None:
-        """The last checkpoint, if there is one. ConfigError if the run cannot go on from it."""
+        """The last checkpoint, if there is one. ConfigError if the run cannot go on from it, or was trained and has
+        none."""
         checkpoint = latest(self.checkpoints, ExamplesState)
         if checkpoint is None:
+            check_untrained(self.run_dir, self.checkpoints)
             self.progress.note(f"{self.run_dir} has no checkpoint yet: beginning at step 1")
             return None
         state, now = checkpoint.state, self._state(0)

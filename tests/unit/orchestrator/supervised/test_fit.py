@@ -106,6 +106,17 @@ def test_a_run_that_is_finished_is_not_trained_again(command: str, fields: dict[
     assert measured(run)[: len(lines)] == lines
 
 
+def test_a_run_without_checkpoints_is_not_begun_again_by_resuming(
+    command: str, fields: dict[str, Any], runs: Runs
+) -> None:
+    run = runs.run(command, fields | {"checkpoint": {"every": 0}})
+    before, lines = weights(run / "model"), measured(run)
+    with pytest.raises(ConfigError, match=r"mine was trained, but .*/checkpoints holds no checkpoint: was .*every 0"):
+        runs.run(command, fields | {"optimizer": {"learning_rate": 2e-3}}, resume=True)
+    assert measured(run) == lines
+    assert same(weights(run / "model"), before)
+
+
 def test_other_examples_or_another_order_cannot_go_on(
     command: str, fields: dict[str, Any], runs: Runs, write: Write
 ) -> None:
