@@ -159,8 +159,9 @@ class Requests:
         and those of which no token has come too. The engine is paused."""
         self._newest = Pushed(version, self._oldest)
         if self._adapters > 1:
-            self._again |= {name for name in self._responding if name[0] == WHOLE and waits(self._llm, name)}
-            await self._llm.abort(list(self._again))
+            again = [name for name in self._responding if name[0] == WHOLE and waits(self._llm, name)]
+            self._again.update(again)
+            await self._llm.abort(again)  # in the order in which they came, as that is how they queue again
 
     async def score(self, sequence: Ints) -> Floats:
         """Log-probs of all tokens but the first, over the whole vocabulary, [T - 1].

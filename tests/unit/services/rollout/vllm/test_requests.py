@@ -121,6 +121,8 @@ class Kept:
         self.requests = Requests(self, 3)
         self.places: list[int] = []
         """Places of the adapters of each request, in the order of requests."""
+        self.seeds: list[int | None] = []
+        """Their seeds."""
         self._lengths: dict[str, int] = {}
         self._made: dict[str, asyncio.Queue[str | None]] = {}
         self.output_processor = self
@@ -128,6 +130,7 @@ class Kept:
 
     async def generate(self, prompt: Any, params: Any, name: str, lora_request: Any) -> AsyncIterator[Any]:
         self.places += [place for place in range(3) if lora_request == adapters_at(place)]
+        self.seeds.append(params.seed)
         self.external_req_ids[name] = [f"{name}-a"]
         self.request_states[f"{name}-a"] = SimpleNamespace(_weight_version_spans=lambda: noted(self._lengths[name]))
         self._lengths[name], made, reason = 0, self._made.setdefault(name, asyncio.Queue()), None
@@ -148,9 +151,9 @@ class Kept:
             self._made[name].put_nowait("abort")
         await settled()
 
-    async def begin(self, parts: list[Sample] | None = None) -> "asyncio.Task[Sample]":
+    async def begin(self, parts: list[Sample] | None = None, seed: int | None = None) -> "asyncio.Task[Sample]":
         report = (lambda part: None) if parts is None else parts.append
-        task = asyncio.create_task(self.requests.generate(0, PROMPT, SAMPLING, None, None, report))
+        task = asyncio.create_task(self.requests.generate(0, PROMPT, SAMPLING, seed, None, report))
         await settled()
         return task
 
@@ -213,6 +216,16 @@ async def test_a_response_that_waits_for_its_first_token_begins_again_with_the_n
         with pytest.raises(Unavailable, match="ask again"):
             await task
     assert kept.places == [0, 0, 1, 1]
+
+
+async def test_responses_that_wait_keep_their_order_when_they_begin_again() -> None:
+    kept = Kept()
+    waiting = [await kept.begin(seed=seed) for seed in range(20)]
+    waiting.pop(3).cancel()
+    await kept.push(1)
+    assert kept.seeds == [*range(20), *range(3), *range(4, 20)]
+    for task in waiting:
+        task.cancel()
 
 
 async def test_a_response_that_the_engine_ends_is_reported_to_its_last_token() -> None:
