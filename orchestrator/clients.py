@@ -183,6 +183,11 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
             f"rollout: {infos.rollout.model.name} has other weights than orchestrator.policy.model "
             f"({config.policy.model}), and orchestrator.weights.adapters pushes the adapters alone"
         )
+    if (kept := infos.rollout.adapter_versions) != (needed := config.adapter_versions):
+        problems.append(
+            f"rollout: the replicas have adapter_versions {kept}, but the run needs {needed} (one more than "
+            "loop.max_staleness with orchestrator.weights.in_flight finish, else 1); deploy the run's file"
+        )
     for service, model in infos.models.items():
         problems += unlike_dtypes(config, service, model.dtype, f"the {service} service's dtype")
     if problems:

@@ -86,7 +86,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class RolloutInfo(_message.Message):
-    __slots__ = ("model", "policy_version", "replica", "running", "weights_checksum", "weight_backend", "workers", "checksums", "timeline")
+    __slots__ = ("model", "policy_version", "replica", "running", "weights_checksum", "weight_backend", "workers", "checksums", "timeline", "adapter_versions")
     class ChecksumsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class RolloutInfo(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelInfo
     policy_version: int
     replica: str
@@ -112,7 +113,8 @@ class RolloutInfo(_message.Message):
     workers: int
     checksums: _containers.ScalarMap[int, str]
     timeline: int
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ..., checksums: _Optional[_Mapping[int, str]] = ..., timeline: _Optional[int] = ...) -> None: ...
+    adapter_versions: int
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ..., checksums: _Optional[_Mapping[int, str]] = ..., timeline: _Optional[int] = ..., adapter_versions: _Optional[int] = ...) -> None: ...
 
 class WeightPhase(_message.Message):
     __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "probe", "claim", "rest", "timeout_s", "members", "lease", "proved")

@@ -70,7 +70,7 @@ class Rollout(HealthMixin, HttpMixin):
         context = serve.get_replica_context()
         self._replica = str(context.replica_tag)
         self._everyone = everyone()
-        self._max_phase_s = config.max_phase_s
+        self._max_phase_s, self._adapter_versions = config.max_phase_s, config.adapter_versions
         self._member = WeightMember(engine, self._replica)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 0)
         guests = Guests(config.foreign_share, lambda: self._member.held, gpus=gpus)
@@ -210,6 +210,7 @@ class Rollout(HealthMixin, HttpMixin):
             workers=self._engine.workers,
             checksums=self._engine.checksums,
             timeline=self._member.at.timeline,
+            adapter_versions=self._adapter_versions,
         )
 
     @translated

@@ -37,7 +37,7 @@ def make_infos(**changes: dict[str, Any]) -> Infos:
         for name in ("rollout", "reward", "reference", "critic")
     }
     return Infos(
-        rollout_pb2.RolloutInfo(model=models["rollout"], weight_backend="gloo"),
+        rollout_pb2.RolloutInfo(model=models["rollout"], weight_backend="gloo", adapter_versions=1),
         reward_pb2.ScorerInfo(model=models["reward"]),
         reference_pb2.ReferenceInfo(model=models["reference"]),
         critic_pb2.CriticInfo(model=models["critic"]),
@@ -113,6 +113,21 @@ def test_adapters_are_pushed_to_replicas_of_the_same_model(policy_folder: Path) 
     check_compatible(make_infos(**same), make_tokenizer(), adapted)
     with pytest.raises(ConfigError, match=r"^rollout: m has other weights than orchestrator.policy.model \("):
         check_compatible(make_infos(rollout={"model_hash": "?"}), make_tokenizer(), adapted)
+    finishing = adapted.model_copy(
+        update={
+            "weights": adapted.weights.model_copy(update={"in_flight": "finish"}),
+            "loop": adapted.loop.model_copy(update={"max_staleness": 2}),
+        }
+    )
+    infos = make_infos(**same)
+    for kept in (1, 2, 4):
+        infos.rollout.adapter_versions = kept
+        with pytest.raises(ConfigError, match=f"replicas have adapter_versions {kept}, but the run needs 3"):
+            check_compatible(infos, make_tokenizer(), finishing)
+    infos.rollout.adapter_versions = 3
+    check_compatible(infos, make_tokenizer(), finishing)
+    with pytest.raises(ConfigError, match=r"adapter_versions 3, but the run needs 1 \("):
+        check_compatible(infos, make_tokenizer(), adapted)
     # All weights are pushed, whatever the replicas began with.
     check_compatible(make_infos(rollout={"model_hash": "?"}), make_tokenizer(), config)
 
