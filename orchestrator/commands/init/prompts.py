@@ -56,7 +56,8 @@ def look_at(path: str, tokenizer: Any, input_key: str | None = None, label_key: 
         key = _column(table, input_key, "--input-key", INPUTS, _only_text(table))
         if key is None:
             raise ConfigError(f"which column is the prompt? Name it by --input-key: {', '.join(table.columns)}")
-        label = _column(table, label_key, "--label-key", LABELS, None)
+        # The prompt itself is nobody's label, unless that is said.
+        label = _column(table, label_key, "--label-key", [name for name in LABELS if name != key], None)
         chat = bool(tokenizer.chat_template) or isinstance(table.rows[0][key], list)
         reading = DataConfig(path=path, input_key=key, label_key=label, chat_template=chat, max_prompt_length=1 << 30)
         prompts = load_prompts(reading, tokenizer, split, vocab_size=vocabulary_size(tokenizer)).prompts

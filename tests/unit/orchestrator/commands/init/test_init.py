@@ -121,6 +121,23 @@ def test_chat_models_get_their_template_and_labels_travel(tmp_path: Path) -> Non
     assert (data["input_key"], data["label_key"], data["chat_template"]) == ("question", "answer", True)
 
 
+@pytest.mark.parametrize(
+    ("columns", "given", "taken"),
+    [
+        ({"solution": "w4"}, {}, ("solution", None)),
+        ({"answer": "w4", "note": "w5"}, {"input_key": "answer"}, ("answer", None)),
+        ({"answer": "w4", "target": "w5"}, {"input_key": "answer"}, ("answer", "target")),
+        ({"answer": "w4"}, {"label_key": "answer"}, ("answer", "answer")),
+    ],
+)
+def test_a_prompt_is_its_own_label_only_if_that_is_said(
+    columns: dict[str, str], given: dict[str, Any], taken: tuple[str, str | None], policy_folder: Path, tmp_path: Path
+) -> None:
+    rows = write_prompts(tmp_path / "rows.jsonl", [columns] * 4)
+    data = written(tmp_path, Wanted(str(policy_folder), FUNCTION, rows, **given))["orchestrator"]["data"]
+    assert (data["input_key"], data.get("label_key")) == taken
+
+
 def test_a_split_of_its_own_is_held_out(policy_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_prompts(tmp_path / "data" / "train.jsonl", [{"prompt": "w4"}])
