@@ -66,8 +66,19 @@ class Choices:
 
     @property
     def prompt(self) -> int:
-        """Most tokens of a prompt: the longest one's, rounded up for later prompts, if there is room."""
-        return min(-(-self.prompts.longest // 8) * 8, self.longest - self.response)
+        """Most tokens of a prompt: the longest one's, rounded up for later prompts, if there is room. ConfigError if
+        there is room for none."""
+        room, shortest = self.longest - self.response, self.prompts.shortest
+        if shortest >= self.longest:
+            raise ConfigError(
+                f"--prompts: the shortest has {shortest} tokens, and the models take {self.longest} in all"
+            )
+        if shortest > room:
+            raise ConfigError(
+                f"--max-new-tokens: {self.response} of the {self.longest} tokens that the models take leave {room} "
+                f"for a prompt, and the shortest has {shortest}; give {self.longest - shortest} or fewer"
+            )
+        return min(-(-self.prompts.longest // 8) * 8, room)
 
     @property
     def batch(self) -> int:

@@ -32,6 +32,8 @@ class Prompts:
     """The split to evaluate on; None if there are too few prompts."""
     count: int
     """Number of prompts to train on."""
+    shortest: int
+    """Tokens of the shortest prompt."""
     longest: int
     """Tokens of the longest prompt."""
     evaluated: int
@@ -63,14 +65,15 @@ def look_at(path: str, tokenizer: Any, input_key: str | None = None, label_key: 
         prompts = load_prompts(reading, tokenizer, split, vocab_size=vocabulary_size(tokenizer)).prompts
     except ConfigError as error:
         raise ConfigError(f"--prompts: {error}") from None
-    longest = max(len(prompt.prompt_ids) for prompt in prompts)
+    lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    bounds = min(lengths), max(lengths)
     apart = next((name for name in HELD_OUT if name in names), None)
     if apart is None and len(prompts) > 1:
         first = len(prompts) * 9 // 10
         rest = len(prompts) - first
-        return Prompts(path, key, label, chat, f"{split}[:90%]", f"{split}[90%:]", first, longest, rest)
+        return Prompts(path, key, label, chat, f"{split}[:90%]", f"{split}[90%:]", first, *bounds, rest)
     evaluated = len(open_split(path, apart).rows) if apart else 0
-    return Prompts(path, key, label, chat, split, apart, len(prompts), longest, evaluated)
+    return Prompts(path, key, label, chat, split, apart, len(prompts), *bounds, evaluated)
 
 
 def _column(table: Table, given: str | None, flag: str, usual: Sequence[str], other: str | None) -> str | None:

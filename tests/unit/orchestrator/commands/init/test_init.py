@@ -266,6 +266,23 @@ def test_a_model_without_room_for_responses_is_refused(prompts: str, tmp_path: P
         init(tmp_path / "mine.yaml", Wanted(str(short), FUNCTION, prompts), HERE)
 
 
+def test_a_response_that_leaves_no_prompt_is_named_by_its_flag(policy_folder: Path, tmp_path: Path) -> None:
+    for words, given, says in (
+        (99, None, "--max-new-tokens: 64 of the 128 tokens that the models take leave 64 for a prompt, and the"),
+        (9, 120, "--max-new-tokens: 120 of the 128 tokens that the models take leave 8 for a prompt, and the"),
+        (127, 1, "--prompts: the shortest has 128 tokens, and the models take 128 in all"),
+    ):
+        rows = write_prompts(
+            tmp_path / "rows.jsonl", [{"prompt": "w4 " * words}, {"prompt": "w4 " * (words + 9)}] * 3
+        )
+        with pytest.raises(ConfigError) as caught:
+            init(tmp_path / "mine.yaml", Wanted(str(policy_folder), FUNCTION, rows, max_new_tokens=given), HERE)
+        assert str(caught.value).startswith(says)
+    rows = write_prompts(tmp_path / "rows.jsonl", [{"prompt": "w4 " * 99}] * 6)
+    run = written(tmp_path, Wanted(str(policy_folder), FUNCTION, rows, max_new_tokens=28))["orchestrator"]
+    assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (100, 28)
+
+
 def test_the_command_writes_for_this_machine_and_check_says_fine(
     policy_folder: Path, reward_folder: Path, prompts: str, tmp_path: Path
 ) -> None:
