@@ -247,6 +247,31 @@ def test_an_abandoned_membership_is_left_and_no_other() -> None:
         sender.send(1)
 
 
+def test_a_member_that_waits_for_a_bucket_leaves_when_its_sender_abandons_the_group() -> None:
+    """Others may wait for this one meanwhile, which would else wait until the deadline."""
+    weights, stuck = {"w": torch.zeros(4)}, Stuck()
+    manifest = Manifest.of(weights, 16)
+    sender = GroupSender(manifest, Wire(lambda *_: Answering()), host=HOST, stall_s=600)
+    receiver = GroupReceiver(CPU, lambda *_: Wire(lambda *_: stuck))
+    forming = threading.Thread(target=sender.join, args=(1, 2))
+    forming.start()
+    receiver.join(Joining("gloo", [[HOST, sender.rendezvous()]], 1, 2, 1, 600))
+    forming.join(60)
+    failures: list[str] = []
+
+    def receive() -> None:
+        with pytest.raises(RuntimeError) as failed:
+            receiver.receive(manifest)
+        failures.append(str(failed.value))
+
+    receiving = threading.Thread(target=receive)
+    receiving.start()
+    assert stuck.begun.wait(60)
+    sender.abandon(1)
+    receiving.join(30)
+    assert failures == ["NCCL communicator was aborted"]
+
+
 class Failing(Answering):
     """One whose sender is gone."""
 
