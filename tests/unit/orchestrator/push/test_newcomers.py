@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -461,3 +462,12 @@ async def test_a_pusher_that_is_closed_leaves_its_newcomers_to_the_run() -> None
             answers = len(desk.answers)
         assert pusher.left
         await until(lambda: len(desk.answers) > answers)
+
+
+async def test_a_run_that_ends_before_its_pusher_is_closed_leaves_no_newcomers_to_it() -> None:
+    pusher = StuckPusher()
+    async with AsyncExitStack() as later, asyncio.timeout(5):
+        async with taking_newcomers(FakeDesk(), lambda: LEASE, 30) as newcomers:  # type: ignore[arg-type]
+            await later.enter_async_context(newcomers.brought_by(pusher))  # type: ignore[arg-type]
+            await pusher.asked.wait()
+        assert pusher.left

@@ -38,6 +38,10 @@ def test_the_sequences_are_the_same_for_every_run_and_fit_the_model() -> None:
     assert {len(row) for row in probe_sequences(64, 8)} == {7}
 
 
+async def cannot_score(sequences: Sequence[Ints]) -> list[Floats]:
+    raise RuntimeError("out of memory")
+
+
 async def proved(source: FakeSource, fleet: Fleet, every: int, *, last: int, joins_at: int) -> list[int]:
     """The versions up to `last` whose push is proved; replica c joins before version `joins_at`."""
     pusher, versions = make_pusher(fleet, prover=make_prover(source, every=every)), []
@@ -154,16 +158,25 @@ async def test_numbers_that_are_none_prove_nothing(source: FakeSource) -> None:
         await make_pusher(fleet, prover=make_prover(source)).push(1)
 
 
-async def test_a_replica_that_dies_meanwhile_costs_nothing_but_the_proof_that_it_owes(source: FakeSource) -> None:
+@pytest.mark.parametrize("answers", [False, True])
+async def test_a_replica_that_gives_no_proof_costs_nothing_but_the_proof_that_it_owes(
+    source: FakeSource, answers: bool
+) -> None:
     fleet = Fleet(source, a=1, b=1)
-    fleet.mute.add(("b", "probe"))
+    score = fleet.engines["b"].score
+    if answers:
+        fleet.engines["b"].score = cannot_score  # type: ignore[method-assign]
+    else:
+        fleet.mute.add(("b", "probe"))
     pusher = make_pusher(fleet, prover=make_prover(source))
     for version in range(1, PUSHES_WITHOUT_PROOF):
         assert (await pusher.push(version)).difference is None  # what the other measured is no proof of this one
         assert not any(member.proved for member in fleet.members.values())
-    with pytest.raises(PushDisproved, match=r"no proof in 3 pushes in a row: b: did not answer"):
+    reason = "probe: RuntimeError: out of memory" if answers else "did not answer"
+    with pytest.raises(PushDisproved, match=f"no proof in 3 pushes in a row: b: {reason}"):
         await pusher.push(PUSHES_WITHOUT_PROOF)
     fleet.mute.clear()
+    fleet.engines["b"].score = score  # type: ignore[method-assign]
     for later in (1, 2):
         await pusher.push(PUSHES_WITHOUT_PROOF + later)
     fleet.phases.clear()
@@ -207,6 +220,15 @@ async def test_a_newcomer_is_let_in_when_it_computes_what_was_pushed(source: Fak
     fleet.engines["b"].off_by = 0.25
     told = await _receive(fleet.members["b"], ticket, fleet.lease)
     assert "computes with other weights than were pushed" in told
+
+
+async def test_a_newcomer_is_compared_with_a_member_that_scores_and_else_with_none(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    pusher = make_pusher(fleet, prover=make_prover(source))
+    await pusher.push(1)
+    for failing, compared in (("a", True), ("b", False)):
+        fleet.engines[failing].score = cannot_score  # type: ignore[method-assign]
+        assert ((await ticket_of(pusher, f"after {failing}")).probe is not None) == compared
 
 
 async def test_a_newcomer_is_not_compared_with_a_replica_that_missed_the_push(source: FakeSource) -> None:

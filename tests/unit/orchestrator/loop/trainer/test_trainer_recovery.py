@@ -73,20 +73,36 @@ async def test_steps_that_are_skipped_are_said_and_too_many_in_a_row_end_the_run
     assert ("save", str(SAVE_TO)) not in stage.journal.events
 
 
+@pytest.mark.parametrize("staleness", [0, 1])  # asked for sample by sample, and of a whole batch
 @pytest.mark.parametrize("wrong", [np.nan, -np.inf])
-async def test_the_learners_own_logprobs_are_looked_at(policy_folder: Path, wrong: float) -> None:
-    stage = Stage(policy_folder)
+async def test_the_learners_own_logprobs_are_looked_at(policy_folder: Path, wrong: float, staleness: int) -> None:
+    stage = Stage(policy_folder, loop={"max_staleness": staleness})
 
     async def logprobs(trajectories: Any) -> Any:
         return np.full(trajectories.size("sampled"), wrong, np.float32)
 
     stage.policy.logprobs = logprobs  # type: ignore[method-assign]
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises((ExceptionGroup, InvalidReply)) as caught:
         await stage.run()
     for error in leaves(caught.value):
         assert isinstance(error, InvalidReply)
         assert "the learner's own log-probs" in str(error)
     assert stage.policy.batches == []
+
+
+async def test_those_that_an_update_computed_are_looked_at_too(policy_folder: Path) -> None:
+    stage = Stage(
+        policy_folder, algorithm={"minibatch_size": 2, "epochs": 1, "kl": {"placement": "loss", "estimator": "k2"}}
+    )
+
+    async def trained_logprobs() -> list[Any]:
+        return [np.full(len(response), np.nan, np.float32) for response in stage.policy.batches[-1][0].responses]
+
+    stage.policy.trained_logprobs = trained_logprobs  # type: ignore[method-assign]
+    with pytest.raises(InvalidReply, match=r"the learner's own log-probs\[0\] is nan"):
+        await stage.run()
+    assert len(stage.policy.batches) == 1
+    assert sorted(stage.log.lines) == [0]
 
 
 async def test_a_lost_learner_ends_the_run_at_the_checkpoint(policy_folder: Path) -> None:
