@@ -249,6 +249,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, entropy: bool) -> Tensor:
         column = widen(hidden.new_empty(0)).new_zeros(len(hidden), 1)
+        # Never the same tensor: kernels would be compiled for one that is all of these, and again for the next tile.
         sums = Sums(column + _LEAST_SCORE, column.clone(), column.clone(), column.clone())
         for _, tile in head.tiles(hidden, weight, bias):
             sums = head.kernels.joined(sums, tile, head.softmax, entropy)

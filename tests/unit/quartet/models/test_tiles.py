@@ -48,6 +48,18 @@ def test_gradients_are_those_of_finite_differences(
     assert torch.autograd.gradcheck(computed, (drawn(2, 3, WIDTH), drawn(VOCABULARY, WIDTH), drawn(VOCABULARY)))
 
 
+def test_what_is_frozen_gets_no_gradient_and_changes_that_of_nothing_else() -> None:
+    torch.manual_seed(4)
+    parts = drawn(2, 3, WIDTH), drawn(VOCABULARY, WIDTH), drawn(VOCABULARY)
+    loss = linear_logprobs(*parts[:2], IDS, bias=parts[2], tile=4).sum()
+    expected = torch.autograd.grad(loss, parts)
+    for trained in ((0,), (1,), (2,), (0, 2)):
+        hidden, weight, bias = (part.detach().requires_grad_(index in trained) for index, part in enumerate(parts))
+        linear_logprobs(hidden, weight, IDS, bias=bias, tile=4).sum().backward()  # type: ignore[no-untyped-call]
+        for index, part in enumerate((hidden, weight, bias)):
+            assert part.grad is None if index not in trained else torch.equal(part.grad, expected[index])
+
+
 @pytest.mark.parametrize("kernels", OURS)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
