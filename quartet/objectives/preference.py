@@ -42,7 +42,6 @@ class Preference(Objective):
         ahead = chosen - rejected
         due = ahead - micro.columns["margin"][::2] if "margin" in micro.columns else ahead
         loss = -functional.logsigmoid(due).sum() * share
-        if self.centring:
-            loss = loss + self.centring * (chosen + rejected).square().sum() * share
+        loss = loss + self.centring * (chosen + rejected).square().sum() * share
         right = (chosen > rejected).to(torch.float32).sum() * share
         return Terms(loss, {"loss": loss, "accuracy": right, "difference": ahead.sum() * share})
