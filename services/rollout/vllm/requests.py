@@ -81,7 +81,7 @@ class Requests:
         made, finished = Sample(index, np.empty(0, np.int32), np.empty(0, np.float32), None, ()), None
         self._responding[name] = self._newest
         try:
-            async with aclosing(self._asked(self._prompt(ids), params, name)) as outputs:
+            async with aclosing(self._asked(self._prompt(ids.tolist()), params, name)) as outputs:
                 async for output in outputs:
                     response = output.outputs[0]
                     reported = len(made.response_ids)
@@ -115,7 +115,7 @@ class Requests:
             Unavailable: as `generate`.
         """
         name = f"h{next(self._numbers)}"
-        prompt = tokens_input(list(prompt_ids), cache_salt=f"{self.pauses}{salt and '-'}{salt}")
+        prompt = self._prompt(list(prompt_ids), salt)
         self._responding[name] = self._newest
         try:
             async with aclosing(self._asked(prompt, params, name)) as outputs:
@@ -180,7 +180,7 @@ class Requests:
         )
         final = None
         try:
-            async for output in self._asked(self._prompt(sequence), params, f"p{next(self._numbers)}"):
+            async for output in self._asked(self._prompt(sequence.tolist()), params, f"p{next(self._numbers)}"):
                 final = output.prompt_logprobs
         except EngineDeadError as error:
             raise Unavailable(f"the engine of this replica died: {error}") from None
@@ -193,9 +193,12 @@ class Requests:
         outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, name, lora_request=adapters)
         return outputs
 
-    def _prompt(self, ids: Ints) -> dict[str, Any]:
-        """A prompt for the engine. It shares the KV cache only of prompts that came under the same weights."""
-        return {"prompt_token_ids": ids.tolist(), "cache_salt": str(self.pauses)}
+    def _prompt(self, ids: list[int], salt: str = "") -> Any:
+        """A prompt for the engine. It shares the KV cache only of prompts with the same `salt` that came under the
+        same weights."""
+        # Of vLLM's own kind, which its engine takes at once. One thread reads all others, and renders the messages of
+        # everybody's chats before them.
+        return tokens_input(ids, cache_salt=f"{self.pauses}{salt and '-'}{salt}")
 
 
 def _params(sampling: Sampling, begun: int, seed: int | None) -> SamplingParams:

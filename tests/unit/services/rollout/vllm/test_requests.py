@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs, Logprob
 
 from quartet.seams.vllm import adapters_at
@@ -99,6 +100,18 @@ async def test_each_token_is_reported_once_and_the_sample_has_all() -> None:
     assert parts == [[20, 21], [22]]
     assert (_ids(sample), sample.finish_reason) == ([20, 21, 22, 23, 24], "stop")
     assert sample.spans == ((3, 0, 2), (4, 2, 5))
+
+
+async def test_no_request_waits_for_the_thread_that_renders_messages() -> None:
+    """vLLM's engine takes prompts of this kind at once."""
+    script = Script([1], "stop")
+    requests = Requests(script)
+    await requests.generate(0, PROMPT, SAMPLING, None)
+    [_] = [output async for output in requests.stream([5], SamplingParams(), "ours")]
+    with contextlib.suppress(AttributeError):  # the script has no log-probs of prompts
+        await requests.score(PROMPT)
+    whole, own = (tokens_input([10, 11], cache_salt="0"), tokens_input([5], cache_salt="0-ours"))
+    assert [prompt for prompt, _, _ in script.asked] == [whole, own, whole]
 
 
 async def test_all_requests_name_the_adapters() -> None:
