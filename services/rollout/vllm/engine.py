@@ -101,6 +101,8 @@ class VLLMEngine:
         self.generate = self.requests.generate
         self._resting = False
         """True while generation is paused for the learners."""
+        self._unknown = False
+        """True if the workers may have loaded weights whose commit was given up."""
         self._releases = bool(llm.model_config.enable_sleep_mode)
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.max_length = int(llm.model_config.max_model_len)
@@ -238,7 +240,13 @@ class VLLMEngine:
     @_while_it_lives
     async def commit(self, version: int) -> None:
         """Puts the received weights into service under this version and resumes generation."""
-        await self.llm.finish_weight_update(str(version))
+        try:
+            await self.llm.finish_weight_update(str(version))
+        except asyncio.CancelledError:
+            # The workers go on. Of several versions of adapters no request is computed with the last before `serve`.
+            self._unknown = self._config.adapter_versions == 1
+            raise
+        self._unknown = False
         self.version, self.checksum = version, self._received
         # In order of arrival, since a run that resumed from a checkpoint pushes lower versions again.
         self.checksums.pop(version, None)
@@ -252,9 +260,10 @@ class VLLMEngine:
     async def abort(self) -> bool:
         """Drops the received weights and resumes generation with the old ones.
 
-        Returns False, and stays paused at version -1, when the push had already taken the model apart.
+        Returns False, and stays paused at version -1, when the push had already taken the model apart, or may have
+        loaded them.
         """
-        whole = all(await self.llm.collective_rpc("abort_weight_update"))
+        whole = all(await self.llm.collective_rpc("abort_weight_update")) and not self._unknown
         if whole:
             await self._resume()
         else:

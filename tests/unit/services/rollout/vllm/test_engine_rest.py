@@ -1,5 +1,6 @@
 """An engine that rests while the learners compute, and the versions of its weights: the calls that vLLM gets."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from quartet.models.loading import shape_of_causal
 from quartet.weight_transfer.expected import ExpectedWeights
 from services.rollout.config import RolloutConfig
+from services.rollout.interface import NO_VERSION
 from services.rollout.vllm.engine import VLLMEngine
 from tests.unit.services.rollout.vllm.test_vllm_interface import RecordedEngine
 
@@ -34,8 +36,8 @@ class Llm(RecordedEngine):
         return names
 
 
-def make(llm: Llm, folder: Path) -> VLLMEngine:
-    config = RolloutConfig.parse({"model": str(folder), "dtype": "float32", "kv_cache_mib": 8}, "rollout")
+def make(llm: Llm, folder: Path, **own: Any) -> VLLMEngine:
+    config = RolloutConfig.parse({"model": str(folder), "dtype": "float32", "kv_cache_mib": 8} | own, "rollout")
     engine = VLLMEngine(llm, config, ExpectedWeights(shape_of_causal(config.model, config.dtype), config.dtype))
     engine._received = "sum"
     return engine
@@ -86,3 +88,27 @@ async def test_the_engine_is_asked_whether_it_answers_and_how_much_it_does(polic
     await engine.check_health()
     assert llm.calls == ["check_health", "get_weight_version"]
     assert engine.running() == 2
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+async def test_weights_whose_commit_was_given_up_are_not_served_as_the_old_ones(
+    policy_folder: Path, versions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = Llm(releases=False)
+    engine = make(llm, policy_folder, adapters={"rank": 2}, adapter_versions=versions)
+
+    async def slow(weight_version: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(llm, "finish_weight_update", slow, raising=False)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await engine.commit(5)
+    # The workers end it all the same, and then have no push that is open. Adapters beside others serve no request.
+    whole = await engine.abort()
+    assert (whole, engine.version) == ((False, NO_VERSION) if versions == 1 else (True, 0))
+    assert ("resume_generation" in llm.names()) == whole
+    monkeypatch.undo()
+    await engine.commit(6)
+    assert await engine.abort()
+    assert engine.version == 6
