@@ -79,7 +79,7 @@ def resting_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool, buck
 def _resting(config: LearnerConfig, shape: ModelSize) -> int:
     width = BYTES[config.dtype]
     number = shape.parameters // (config.ranks if config.zero_stage == 3 else config.tensor_parallel.size)
-    return number * width + shape.layer(config.micro_batch_tokens, width)
+    return number * width + shape.passing(config.micro_batch_tokens, width)
 
 
 def _communicator(config: LearnerConfig) -> int:
@@ -91,7 +91,7 @@ def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool, longes
     shape = shape if logits else shape.body
     width, tokens = BYTES[config.dtype], max(config.batch_tokens, longest)
     head = tile_bytes(shape, tokens, width) if logits else 0
-    return shape.parameters * width + max(shape.layer(tokens, width), head) + CONTEXT
+    return shape.parameters * width + max(shape.passing(tokens, width), head) + CONTEXT
 
 
 def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int, bucket: int = 0) -> int:

@@ -80,6 +80,11 @@ class ModelSize:
         states = 2 * self.hidden + attention + 4 * self.intermediate
         return tokens * ((4 + width) * normed + width * states)
 
+    def passing(self, tokens: int, width: int) -> int:
+        """Bytes of a pass without gradients, in which little more than one layer's states are there at a time: most
+        in the gated unit, its three and four of the layer's."""
+        return tokens * width * (4 * self.hidden + 3 * self.intermediate)
+
     @property
     def weights(self) -> list[int]:
         """Numbers of each weight in layers as most models have them, embeddings first and the head last; then, as
