@@ -3,9 +3,11 @@
 import asyncio
 import shutil
 import ssl
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli import app
 from quartet.config.base import ConfigError
-from quartet.security import authentication
+from quartet.security import authentication, watched
 from quartet.security.authentication import Directory
 from quartet.security.credentials import VARIABLE, connect, life
 from quartet.security.identity import Caller
@@ -30,7 +32,7 @@ from quartet.security.keys.folder import Keys
 from quartet.security.policy import digest, load_policy
 from quartet.security.port import Port
 from quartet.security.renewed import RenewedChannel
-from quartet.security.tls import SETTLE_S, Replacements
+from quartet.security.tls import SETTLE_S, Replacements, check_pair
 from quartet.security.watched import LOOK_EVERY_S
 from quartet.wire.errors import Unauthenticated
 from tests.unit.fake_clock import Clock
@@ -91,6 +93,56 @@ async def test_a_run_takes_up_the_files_that_replace_its_certificate(tmp_path: P
         assert await connection() is second
     assert {caller for _, caller, _ in replicas.seen} == {Caller("run-a", "trainer")}
     assert len(replicas.seen) == 4
+
+
+class NamedChannel:
+    """A channel whose methods answer with its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.made, self.closed = name, 0, False
+
+    def unary_unary(self, path: str) -> Callable[[], str]:
+        self.made += 1
+        return lambda: f"{path} on {self.name}"
+
+    async def close(self, grace: float | None = None) -> None:
+        self.closed = True
+
+
+async def test_a_method_that_a_client_has_kept_is_called_on_the_channel_of_the_new_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients of a run make theirs once, at its beginning."""
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0)
+    file, opened = tmp_path / "file", list[Any]()
+    file.write_text("first")
+
+    def connect() -> grpc.aio.Channel:
+        opened.append(NamedChannel(file.read_text()))
+        return opened[-1]  # type: ignore[no-any-return]
+
+    channel = RenewedChannel(connect, [file])
+    method = channel.unary_unary("Score")
+    assert [method(), method()] == ["Score on first"] * 2
+    file.write_text("the second")
+    assert [method(), method()] == ["Score on the second"] * 2
+    assert [each.made for each in opened] == [1, 1]
+    assert not opened[0].closed  # calls may be under way on it
+    await channel.close()
+    assert [each.closed for each in opened] == [True, True]
+
+
+def test_a_key_is_that_of_its_certificate(tmp_path: Path) -> None:
+    """It is not while only one of the two has been replaced, with which gRPC would have neither."""
+    made = made_keys(tmp_path / "keys", {"a": "trainer", "b": "trainer"})
+    files = {name: made.folder / "clients" / name for name in "ab"}
+    certificate = (files["a"] / "client.pem").read_bytes()
+    check_pair(certificate, (files["a"] / "client.key").read_bytes(), "here")
+    with pytest.raises(ConfigError, match=r"^here: the key is not that of the certificate$"):
+        check_pair(certificate, (files["b"] / "client.key").read_bytes(), "here")
+    shutil.copy(files["b"] / "client.key", files["a"] / "client.key")
+    with pytest.raises(ConfigError, match="the key is not that of the certificate"):
+        connect("127.0.0.1:1", {VARIABLE: str(files["a"])})
 
 
 async def test_closing_a_channel_ends_the_calls_on_those_before_it(tmp_path: Path) -> None:
