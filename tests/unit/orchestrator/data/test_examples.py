@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from orchestrator.data.examples import Examples
+from orchestrator.data.examples import Examples, Row, examples
 from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.registry import TRAININGS
 from quartet.config.base import ConfigError
@@ -249,3 +250,14 @@ def test_half_of_a_character_in_a_message_has_a_place(key: str, read: Any) -> No
 def test_a_key_without_effect_is_refused(template: str | None, data: dict[str, Any], said: str, read: Any) -> None:
     with pytest.raises(ConfigError, match=said):
         read("sft", [GOOD], template, **data)
+
+
+@pytest.mark.parametrize("ids", [(5, 9), (9, 5)])
+def test_an_id_that_the_model_does_not_have_is_named_in_a_prompt_and_in_an_answer(ids: tuple[int, int]) -> None:
+    prompt, answer = (np.asarray([each], np.int32) for each in ids)
+    given: dict[str, Any] = {"rows": [Row(0, "line 1", {})], "parts": [[(False, prompt), (True, answer)]]}
+    with pytest.raises(ConfigError, match=r"^line 1: the tokenizer gives id 9, outside .* \(0 to 8\)"):
+        examples("train", **given, max_length=None, vocabulary=9)
+    assert examples("train", **given, max_length=2, vocabulary=10).rows == (0,)
+    with pytest.raises(ConfigError, match="no example left of 1: all are longer"):
+        examples("train", **given, max_length=1, vocabulary=10)
