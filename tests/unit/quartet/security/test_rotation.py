@@ -133,7 +133,7 @@ async def test_a_method_that_a_client_has_kept_is_called_on_the_channel_of_the_n
 
 
 def test_a_key_is_that_of_its_certificate(tmp_path: Path) -> None:
-    """They are not, while only one of the two has been replaced: with such gRPC would have neither."""
+    """Each of the two may be replaced before the other, and gRPC would then have neither."""
     made = made_keys(tmp_path / "keys", {"a": "trainer", "b": "trainer"})
     files = {name: made.folder / "clients" / name for name in "ab"}
     certificate = (files["a"] / "client.pem").read_bytes()
