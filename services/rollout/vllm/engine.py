@@ -35,7 +35,7 @@ from services.rollout.vllm.requests import Requests
 log = logging.getLogger("quartet")
 
 REMEMBERED = 8
-"""Versions whose checksums are kept."""
+"""Versions whose checksums are kept; more where responses may be of more."""
 FINISH = "finish"
 """weights.in_flight of pushes to an engine with adapters of several versions, and of no others."""
 PAUSES = {
@@ -251,7 +251,7 @@ class VLLMEngine:
         # In order of arrival, since a run that resumed from a checkpoint pushes lower versions again.
         self.checksums.pop(version, None)
         self.checksums[version] = self._received
-        for old in list(self.checksums)[:-REMEMBERED]:
+        for old in list(self.checksums)[: -max(REMEMBERED, self._config.adapter_versions)]:
             del self.checksums[old]
         await self.requests.serve(version)
         await self._resume()

@@ -112,3 +112,13 @@ async def test_weights_whose_commit_was_given_up_are_not_served_as_the_old_ones(
     await engine.commit(6)
     assert await engine.abort()
     assert engine.version == 6
+
+
+@pytest.mark.parametrize(("versions", "oldest"), [(1, 13), (3, 13), (11, 10)])
+async def test_checksums_are_kept_of_all_versions_that_responses_may_be_of(
+    policy_folder: Path, versions: int, oldest: int
+) -> None:
+    engine = make(Llm(releases=False), policy_folder, adapters={"rank": 2}, adapter_versions=versions)
+    for version in range(21):
+        await engine.commit(version)
+    assert list(engine.checksums) == list(range(oldest, 21))
