@@ -135,7 +135,7 @@ def measure_distance(batch: Batch, own: Sequence[Floats], algorithm: Algorithm, 
     rows = torch.tensor([len(row) > 0 for row in own])[:, None]
     known = batch.mask & rows
     if known.any():
-        metrics |= _off_policy(batch, own_logprobs, known, batch.sampled & rows, algorithm)
+        metrics |= _off_policy(batch, own_logprobs, known, algorithm)
     if (present := known & batch.sampled_since(version)).any():
         difference = (own_logprobs - batch.logprobs).abs()
         metrics["mismatch/present_mean_abs"] = float(masked_mean(difference, present))
@@ -191,9 +191,7 @@ def _under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
-def _off_policy(
-    batch: Batch, own_logprobs: Tensor, mask: Tensor, sampled: Tensor, algorithm: Algorithm
-) -> dict[str, float]:
+def _off_policy(batch: Batch, own_logprobs: Tensor, mask: Tensor, algorithm: Algorithm) -> dict[str, float]:
     """Measures of the distance between the samplers' policies and the learner's, and of its correction if there is
     one. All [B, T]."""
     cap, band = algorithm.importance_cap, algorithm.importance_band
@@ -207,7 +205,7 @@ def _off_policy(
         own_logprobs,
         batch.logprobs,
         mask,
-        sampled=sampled,
+        sampled=batch.sampled,
         cap=cap,
         band=band,
         segments=batch.sequences,
