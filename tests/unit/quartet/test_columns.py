@@ -328,6 +328,32 @@ def test_ids_and_lengths_beyond_a_model_are_named() -> None:
         columns.check_model(vocab_size=9, max_length=3, field="batch")
     with pytest.raises(InvalidArgument, match=r"batch\.lengths\[0\]: 3"):
         columns.check_model(vocab_size=10, max_length=2, field="batch")
+    negative = Columns.of_pairs([np.asarray([1, -1], np.int32)], [np.asarray([9], np.int32)])
+    with pytest.raises(InvalidArgument, match=r"batch\.ids\[1\]: -1 is outside the vocabulary \(0 to 9\)"):
+        negative.check_model(vocab_size=10, max_length=3, field="batch")
+
+
+@pytest.mark.parametrize(
+    ("sampled", "named"),
+    [
+        ([False, True, False, True], ""),
+        ([False, True, False, False], r"rows\.sampled: trajectory 1 has no sampled token"),
+        ([False, False, False, True], r"rows\.sampled: trajectory 0 has no sampled token"),
+        ([], "rows: empty; send at least one trajectory"),
+    ],
+)
+def test_each_trajectory_that_is_received_has_something_to_compute(sampled: list[bool], named: str) -> None:
+    columns = Columns.of(
+        np.arange(len(sampled), dtype=np.int32),
+        np.full(len(sampled) // 2, 2, np.int32),
+        np.asarray(sampled, np.bool_),
+    )
+    options: dict[str, Any] = {"vocab_size": 4, "max_length": 2, "field": "rows"}
+    if not named:
+        assert Columns.received(columns.pack(), {}, **options).sampled.tolist() == sampled
+        return
+    with pytest.raises(InvalidArgument, match=f"^{named}"):
+        Columns.received(columns.pack(), {}, **options)
 
 
 def further(columns: Columns) -> Any:

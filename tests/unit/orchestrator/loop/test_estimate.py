@@ -117,6 +117,15 @@ def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
     assert actual.metrics["kl/coef"] == 0.1
 
 
+def test_the_old_logprobs_are_the_learners_if_they_are_known() -> None:
+    unknown = collected(BATCH)
+    assert old_logprobs_of(Batch.of(unknown), PPO()) is None
+    known = Batch.of(unknown.with_sampled(old_logprobs=np.concatenate(OLD)))
+    old = old_logprobs_of(known, PPO())
+    assert old is not None
+    check(cut(known.packed(old), OLD), rows(OLD))
+
+
 def test_the_engines_logprobs_as_the_old_ones() -> None:
     """The penalty is of the engine's log-probs; the learner's are known of the second response alone."""
     settings = PPO(old_logprobs="rollout", gae_lambda=0.5, scale="none")
@@ -315,6 +324,16 @@ def test_the_correction_is_measured_sequence_by_sequence_as_it_is_trained(algori
     settings = algorithms()["grpo"](kind="grpo", samples_per_prompt=2, **algorithm)
     assert measure_distance(batch, own, settings, 0).metrics["off_policy/corrected"] == pytest.approx(4 / 5)
     assert Batch.of(collected(BATCH)).sequences is None
+
+
+def test_a_responses_measured_ratio_is_that_of_its_own_tokens_alone() -> None:
+    """e^0.02, outside the band of 1 %, of the single token of the second response, beside four of ratio 1."""
+    settings = algorithms()["grpo"](kind="grpo", samples_per_prompt=2, correction="geometric")
+    second = np.asarray([0.02], np.float32)
+    for first, share in ((np.zeros(4, np.float32), 1 / 5), (np.empty(0, np.float32), 1)):  # [0]: not known
+        metrics = measure_distance(several_sequences(), [first, second], settings, 0).metrics
+        assert metrics["off_policy/corrected"] == pytest.approx(share)
+        assert metrics["mismatch/mean_abs"] == pytest.approx(0.02 * share)
 
 
 def test_columns_are_made_of_rows_and_rows_of_columns() -> None:

@@ -131,6 +131,15 @@ def test_rows_of_different_prompts_are_what_they_are_without_sharing() -> None:
     assert one.reaches.tolist() == one.boundaries.tolist()
 
 
+def test_a_prompt_is_there_once_or_as_often_as_it_is_asked_for() -> None:
+    prompt, responses = ids(*range(16)), [ids(21), ids(22, 23)]
+    once, each = (concatenate_pairs([prompt] * 2, responses, shared=shared) for shared in (True, False))
+    assert once.input_ids.tolist() == [[*range(16), 21, 22, 23]]
+    assert each.input_ids.tolist() == [[*range(16), 21, *range(16), 22, 23]]
+    assert (once.predictors.tolist(), each.predictors.tolist()) == ([15, 15, 17], [15, 32, 33])
+    assert (once.repeated, each.repeated) == (True, False)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_batches_hold_each_pair_once_and_keep_the_limit_with_each_prompt_counted_once(seed: int) -> None:
     prompts, responses = grouped(seed, groups=6)
