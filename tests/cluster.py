@@ -224,7 +224,8 @@ async def running_quartet(
     try:
         up = command(folder, "up", str(config), **{MARK: mark})
         assert up.returncode == 0, up.stderr
-        preloaded.preload_learners(imported)
+        if "orchestrator" in raw:  # services alone have no learners, whose libraries take long
+            preloaded.preload_learners(imported)
         cluster = ray_cluster.running(folder / ray_cluster.STATE)
         assert cluster
         os.environ.setdefault(VARIABLE, str(folder / ".quartet/access"))  # this process is in another folder
