@@ -125,6 +125,8 @@ async def measured(seconds: float, rounds: int) -> None:
         taken = {
             faults: await measure(working, seconds, faults=faults) for faults in (number % 2 == 0, number % 2 > 0)
         }
+        if not taken[False][0]:
+            raise RuntimeError(f"no pair was scored within {seconds:g} s; --seconds should be more on this machine")
         ratios.append([after / before for before, after in zip(taken[False], taken[True], strict=True)])
     inside, outside = np.median(cheap, axis=0)
     print(f"a cheap function: {inside:,.0f} pairs/s in process, {outside:,.0f} in worker processes")
@@ -133,7 +135,7 @@ async def measured(seconds: float, rounds: int) -> None:
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=0.1, help="time of each measurement")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=1, help="time of each measurement")] = 10.0,
     rounds: Annotated[int, typer.Option(min=1, help="turns of each side")] = 8,
 ) -> None:
     """Measures and prints."""

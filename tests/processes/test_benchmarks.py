@@ -19,7 +19,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "beside": ("--rounds", "1", "--steps", "1"),
     "demo_seeds": ("--seeds", "", "--without-kl", "0", "--steps", "1"),
     "door": ("--seconds", "0.5", "--rounds", "1", "--callers", "1", "--callers", "4", "--new", "8"),
-    "function_workers": ("--seconds", "0.5", "--rounds", "1"),
+    "function_workers": ("--seconds", "4", "--rounds", "1"),
     "gpu.engine": (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16"),
     "gpu.group": ("--device", "cpu", "--mib", "1"),
     "gpu.kernels": ("--device", "cpu", "--positions", "256", "--vocabulary", "512", "--tokens", "512"),
