@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,10 +33,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ended import SIDE, processor_s, stopped
+from benchmarks.ended import SIDE, heed_sigterm, processor_s, stopped
 from benchmarks.figures import keep
+from benchmarks.served import served
 from benchmarks.tails import tails
-from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.listeners import free_ports
 from quartet.security import local
 from quartet.security.port import Port
@@ -129,8 +128,7 @@ def main(
     new: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 64,
 ) -> None:
     """Measures and prints the ratios."""
-    # Ended in the other's turn, it would otherwise leave stopped processes behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    heed_sigterm()
     with tempfile.TemporaryDirectory() as named:
         folder, length = Path(named), PROMPT + 1 + new
         shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
@@ -162,19 +160,11 @@ def _ours(folder: Path, model: Path, length: int, http: int, grpc: int, mark: st
         "args": {"model": str(model), "dtype": "float32", "kv_cache_mib": KV_CACHE_MIB, **settings},
         "deployments": [{"name": "Rollout", "num_replicas": 1, "ray_actor_options": {"num_cpus": 1}}],
     }
-    served, state = folder / "rollout.yaml", folder / "ray.json"
-    sections = {"grpc_options": options | {"port": grpc}, "applications": [rollout]}
-    served.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": http}, **sections}))
     access = folder / "access"
-    os.environ.update({SIDE: mark} | Port(policy=local.policy_in(access), http=True).environment)
     local.let_owner_in(grpc, access)
-    ray = cluster.start(console.print, state)
-    try:
-        serving.deploy(ray, served)
-        serving.await_running(ray, ("rollout",), console.print, 300)
+    variables = {SIDE: mark} | Port(policy=local.policy_in(access), http=True).environment
+    with served(folder, rollout, options, (http, grpc), variables):
         yield
-    finally:
-        cluster.stop(ray, state)
 
 
 @contextmanager

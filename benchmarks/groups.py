@@ -18,7 +18,8 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from benchmarks.learner import OPTIMIZER, one_step, ratio, report, take_turns
+from benchmarks.learner import OPTIMIZER, one_step
+from benchmarks.turns import ratio, report, take_turns
 from quartet.config.learner import PolicyConfig
 from quartet.wire.codec import Ints
 from tests.learner_batches import PolicyBatch

@@ -10,20 +10,17 @@ by pair.
 """
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
-from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.gpu.results import wait
+from benchmarks.turns import Side, ratio, report, take_turns
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.loss import bound, importance_weights, policy_loss
 from orchestrator.algorithms.ppo import PPO
@@ -41,7 +38,6 @@ from tests.response_logits import response_logits
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None)
 console = Console()
-Side = Callable[[], object]
 
 Rounds = Annotated[int, typer.Option(min=1, help="turns of each side that count")]
 Hidden = Annotated[int, typer.Option(min=32, help="width of the model")]
@@ -202,35 +198,6 @@ def _batch(lengths: Sequence[int]) -> PolicyBatch:
         advantages=[draw.normal(0, 1, length).astype(np.float32) for length in lengths],
         kl_coef=0.0,
     )
-
-
-def take_turns(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side and round, after two rounds that warm up and do not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in range(-2, rounds):
-        for name, side in sides.items():
-            began = time.perf_counter()
-            side()
-            wait(default_device())
-            if round_ >= 0:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
-def report(title: str, sides: dict[str, list[float]], form: str) -> None:
-    """Prints the least, the median and the largest number of each side."""
-    drawn = Table(title=title, title_justify="left")
-    for column in ("side", "min", "median", "max"):
-        drawn.add_column(column, justify="left" if column == "side" else "right")
-    for name, values in sides.items():
-        drawn.add_row(name, *(form.format(value) for value in (min(values), median(values), max(values))))
-    console.print(drawn)
-
-
-def ratio(name: str, left: list[float], right: list[float]) -> None:
-    """Prints the ratio of the medians, and the range of the ratios of each round."""
-    pairs = [a / b for a, b in zip(left, right, strict=True)]
-    console.print(f"{name}: {median(left) / median(right):.2f} (pair by pair {min(pairs):.2f} to {max(pairs):.2f})")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ alone, and beside another that floods the service.
 
 import asyncio
 import json
-import os
-import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -30,8 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from benchmarks.ended import heed_sigterm
 from benchmarks.figures import keep
-from orchestrator.deployment import cluster, serving
+from benchmarks.served import served
+from orchestrator.deployment.listeners import free_ports
 from quartet.columns import Columns
 from quartet.models.device import default_device
 from quartet.models.loading import load_tokenizer
@@ -62,7 +62,7 @@ DEADLINE_S = 300.0
 
 @dataclass
 class Caller:
-    """One caller: what it has had scored, and how long each call took."""
+    """One caller: what it has had scored, and how long it waited for each answer."""
 
     ask: Callable[[Sequence[Row]], Awaitable[int]]
     """Scores pairs of prompt and response; the number that have a score."""
@@ -75,14 +75,19 @@ class Caller:
             pairs = count or int(draw.integers(1, MOST_PAIRS + 1))
             asked = [rows[int(row)] for row in draw.integers(0, len(rows), pairs)]
             began = time.perf_counter()
-            try:
-                scored = await self.ask(asked)
-            except ResourceExhausted as error:
-                await asyncio.sleep(error.retry_after_s or 0.1)
-                continue
+            while (scored := await self._scored(asked)) is None:
+                pass
             assert scored == len(asked)
             self.pairs += scored
             self.seconds.append(time.perf_counter() - began)
+
+    async def _scored(self, asked: Sequence[Row]) -> int | None:
+        """The number that have a score; None if the service was full, after the wait that it asks for."""
+        try:
+            return await self.ask(asked)
+        except ResourceExhausted as error:
+            await asyncio.sleep(error.retry_after_s or 0.1)
+            return None
 
 
 def main(
@@ -96,6 +101,7 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="threads of the model, on a CPU")] = 1,
 ) -> None:
     """Measures and prints the ratios."""
+    heed_sigterm()
     draw = np.random.default_rng(SEED)
     lengths = draw.integers(2, 3 * length // 4, ROWS).tolist()
     rows = [(_ids(draw, length // 4, BOS), _ids(draw, each, EOS)) for each in lengths]
@@ -105,18 +111,11 @@ def main(
         torch.set_num_threads(threads)
         config = ModelScorerConfig.parse(settings, "scorer")
         scorer = ModelScorer(config, load_tokenizer(str(model)), default_device())
-        http, grpc = _ports()
-        served = Path(folder, "reward.yaml")
-        served.write_text(yaml.safe_dump(_file(settings, threads, http, grpc, callers)))
-        os.environ.update(Port(local="open", http=True).environment)
-        state = Path(folder, "ray.json")
-        ray = cluster.start(console.print, state)
-        try:
-            serving.deploy(ray, served)
-            serving.await_running(ray, ("reward",), console.print, 300)
+        http, grpc = free_ports(2)
+        options = yaml.safe_load(Path("deploy/ppo.yaml").read_text())["grpc_options"]
+        open_ = Port(local="open", http=True).environment
+        with served(Path(folder), _application(settings, threads), options, (http, grpc), open_):
             asyncio.run(_measure(scorer, rows, http, grpc, callers, seconds, rounds))
-        finally:
-            cluster.stop(ray, state)
 
 
 def _model(folder: Path, hidden: int, layers: int, length: int) -> Path:
@@ -139,11 +138,9 @@ def _model(folder: Path, hidden: int, layers: int, length: int) -> Path:
     return folder
 
 
-def _file(scorer: Mapping[str, Any], threads: int, http: int, grpc: int, callers: int) -> dict[str, Any]:
-    """A deployment file of a reward application alone."""
-    options = yaml.safe_load(Path("deploy/ppo.yaml").read_text())["grpc_options"]
+def _application(scorer: Mapping[str, Any], threads: int) -> dict[str, Any]:
     # A hundred callers with a call each hold less than half of the waiting work together.
-    reward = {
+    return {
         "name": "reward",
         "route_prefix": "/reward",
         "import_path": "services.reward.replica:build",
@@ -151,18 +148,6 @@ def _file(scorer: Mapping[str, Any], threads: int, http: int, grpc: int, callers
         "args": {"scorer": dict(scorer), "tokenizer": scorer["model"], "limits": {"batch_s": 60}},
         "deployments": [{"name": "Reward", "num_replicas": 1, "ray_actor_options": {"num_cpus": 1}}],
     }
-    return {
-        "http_options": {"host": "127.0.0.1", "port": http},
-        "grpc_options": options | {"port": grpc},
-        "applications": [reward],
-    }
-
-
-def _ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        for probe in (one, two):
-            probe.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1]), int(two.getsockname()[1])
 
 
 async def _measure(

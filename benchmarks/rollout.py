@@ -4,31 +4,31 @@
 
 The rollout application of the YAML file is deployed on a Ray head of its own and driven as the orchestrator drives
 it: gRPC through Serve's proxy, samples streamed back with their log-probs. The other side is vLLM's own offline
-class in this process with the same engine arguments and the same seeds. The two take turns, so that a machine
-that changes speed changes both; the last line is the ratio of the medians.
+class in a process that calls nothing else, with the same engine arguments, environment and seeds. The two take turns,
+so that a machine that changes speed changes both; the last line is the ratio of the medians.
 """
 
 import asyncio
+import multiprocessing
 import os
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
-import yaml
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.ended import heed_sigterm
+from benchmarks.served import served
+from benchmarks.turns import ratio, report
 from orchestrator.commands.offline import rollout_config
 from orchestrator.data.prompts import load_prompts
-from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.listeners import free_ports
 from orchestrator.deployment.redeployment import fixed
 from quartet.models.loading import load_tokenizer
 from quartet.security.credentials import connect
@@ -36,10 +36,10 @@ from quartet.security.port import Port
 from quartet.wire.callers import Purpose, declared
 from quartet.wire.codec import Ints
 from services.rollout.client import RolloutClient
+from services.rollout.config import RolloutConfig
 from services.rollout.sample import Sampling
 
 SERVICE, IN_PROCESS = "service", "LLM.generate"
-console = Console()
 
 
 def main(
@@ -49,7 +49,10 @@ def main(
     replicas: Annotated[int, typer.Option(min=1)] = 1,
 ) -> None:
     """Runs the benchmark and prints its results."""
-    _report(speeds(config, rounds, prompts, replicas))
+    heed_sigterm()
+    measured = speeds(config, rounds, prompts, replicas)
+    report("tokens/s, same prompts, same seeds", measured, "{:,.0f}")
+    ratio(f"{SERVICE} / {IN_PROCESS}", measured[SERVICE], measured[IN_PROCESS])
 
 
 def speeds(config: Path, rounds: int, prompts: int, replicas: int = 1) -> dict[str, list[float]]:
@@ -59,20 +62,17 @@ def speeds(config: Path, rounds: int, prompts: int, replicas: int = 1) -> dict[s
     sampling = Sampling(max_new_tokens=deployment.orchestrator.sampling.max_new_tokens)
     application = next(a for a in deployment.raw["applications"] if a["import_path"].startswith("services.rollout"))
     os.environ.update((application.get("runtime_env") or {}).get("env_vars") or {})
-    with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder, "ray.json")
-        served = Path(folder, "rollout.yaml")
-        application["deployments"][0] |= fixed(replicas)
-        port = only_rollout(deployment.raw, application, served)
-        ray = open_head(state)
-        try:
-            serving.deploy(ray, served)
-            serving.await_running(ray, (application["name"],), console.print, 300)
-            in_process = _in_process(deployment, batch, sampling)
-            service = _service(f"127.0.0.1:{port}", deployment, batch, sampling)
-            return _take_turns({SERVICE: service, IN_PROCESS: in_process}, rounds)
-        finally:
-            cluster.stop(ray, state)
+    application["deployments"][0] |= fixed(replicas)
+    engine = rollout_config(deployment, deployment.orchestrator.policy.model)
+    http, grpc = free_ports(2)
+    open_ = Port(local="open").environment
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(Path(folder), application, deployment.raw["grpc_options"], (http, grpc), open_),
+        _in_process(engine, batch, sampling) as in_process,
+    ):
+        service = _service(f"127.0.0.1:{grpc}", deployment, batch, sampling)
+        return _take_turns({SERVICE: service, IN_PROCESS: in_process}, rounds)
 
 
 def _prompts(deployment: Deployment, count: int) -> list[Ints]:
@@ -81,42 +81,35 @@ def _prompts(deployment: Deployment, count: int) -> list[Ints]:
     return [loaded[index % len(loaded)].prompt_ids for index in range(count)]
 
 
-def only_rollout(raw: dict[str, Any], application: dict[str, Any], path: Path) -> int:
-    """Writes a YAML file with this application alone on free ports; the gRPC port."""
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(int(probe.getsockname()[1]))
-    served = {
-        "http_options": {"host": "127.0.0.1", "port": ports[0]},
-        "grpc_options": raw["grpc_options"] | {"port": ports[1]},
-        "applications": [application],
-    }
-    path.write_text(yaml.safe_dump(served))
-    return ports[1]
+@contextmanager
+def _in_process(config: RolloutConfig, prompts: Sequence[Ints], sampling: Sampling) -> Iterator[Callable[[], int]]:
+    """`LLM.generate` in a process by itself; called, the number of tokens that it sampled."""
+    with by_itself() as process:
+        process.submit(_open, config, prompts, sampling).result()
+        yield lambda: process.submit(_generate).result()
 
 
-def open_head(state: Path) -> cluster.Cluster:
-    """A Ray head whose gRPC port takes every caller of this machine."""
-    os.environ.update(Port(local="open").environment)
-    return cluster.start(console.print, state)
+def by_itself() -> ProcessPoolExecutor:
+    """A process that starts with the environment of now: OpenMP and glibc read theirs as they are loaded."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
-def _in_process(deployment: Deployment, prompts: Sequence[Ints], sampling: Sampling) -> Callable[[], int]:
+_GIVEN: list[Any] = []
+"""In that process: `LLM`, the prompts and what is asked for each."""
+
+
+def _open(config: RolloutConfig, prompts: Sequence[Ints], sampling: Sampling) -> None:
+    """Makes the engine in this process."""
     if not torch.cuda.is_available():  # on a GPU its engine gains by a process of its own, as a replica's does
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     from services.rollout.vllm.arguments import engine_args
 
-    application_model = deployment.orchestrator.policy.model
-    given = dict(vars(engine_args(rollout_config(deployment, application_model))))
+    given = dict(vars(engine_args(config)))
     # What only a service's engine has.
     for name in ("enable_log_requests", "weight_transfer_config", "worker_extension_cls", "scheduler_cls"):
         given.pop(name)
-    llm = LLM(**given)
-    inputs = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
     params = [
         SamplingParams(
             max_tokens=sampling.max_new_tokens,
@@ -127,12 +120,13 @@ def _in_process(deployment: Deployment, prompts: Sequence[Ints], sampling: Sampl
         )
         for seed in range(len(prompts))
     ]
+    _GIVEN[:] = [LLM(**given), [{"prompt_token_ids": prompt.tolist()} for prompt in prompts], params]
 
-    def generate() -> int:
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    return generate
+def _generate() -> int:
+    """The number of tokens of a response to each prompt."""
+    llm, inputs, params = _GIVEN
+    return sum(len(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False))
 
 
 def _service(target: str, deployment: Deployment, prompts: Sequence[Ints], sampling: Sampling) -> Callable[[], int]:
@@ -166,18 +160,6 @@ def _take_turns(sides: dict[str, Callable[[], int]], rounds: int) -> dict[str, l
             if round_ >= 0:
                 speeds[name].append(tokens / (time.perf_counter() - began))
     return speeds
-
-
-def _report(measured: dict[str, list[float]]) -> None:
-    drawn = Table(title="tokens/s, same prompts, same seeds", title_justify="left")
-    for column in ("side", "min", "median", "max"):
-        drawn.add_column(column, justify="left" if column == "side" else "right")
-    for name, values in measured.items():
-        drawn.add_row(name, *(f"{value:,.0f}" for value in (min(values), median(values), max(values))))
-    console.print(drawn)
-    pairs = [a / b for a, b in zip(measured[SERVICE], measured[IN_PROCESS], strict=True)]
-    ratio = median(measured[SERVICE]) / median(measured[IN_PROCESS])
-    console.print(f"service / LLM.generate: {ratio:.2f} (pair by pair {np.min(pairs):.2f} to {np.max(pairs):.2f})")
 
 
 if __name__ == "__main__":
