@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ended import MARK, end_marked
+
 ROOT = Path(__file__).parents[2]
 TRL = ".quartet/trl/bin/python"
 TINY = ("--sizes", "tiny", "--device", "cpu")
@@ -102,18 +104,22 @@ def trl(folder: Path) -> None:
 
 
 def run(folder: Path, module: str, *arguments: str) -> str:
-    """Output of the module. It has to succeed."""
+    """Output of the module. It has to succeed; what it leaves running is ended."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
+    mark = f"{module} {os.getpid()}"
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: mark}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=580,
+            check=False,
+        )
+    finally:
+        end_marked(mark)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
