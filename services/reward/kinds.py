@@ -191,6 +191,12 @@ class _Kind(WorkerScorerConfig):
         """Names of the scores of a pair: none, as there is one."""
         return ()
 
+    @property
+    def needed(self) -> tuple[str, str] | None:
+        """The field that names a column without which no pair has a score, and that column, empty for the label; None
+        if there is none."""
+        return None
+
 
 class _AnswerKind(_Kind):
     """A kind that compares an answer in the response with the expected one."""
@@ -200,6 +206,11 @@ class _AnswerKind(_Kind):
     extract: Pattern = ""
     """Regular expression of the answer in the response: its first group, or the whole of it if it has none; the last
     match counts, and a response without one scores 0. Empty: the whole response."""
+
+    @property
+    def needed(self) -> tuple[str, str] | None:
+        """The column of what is expected."""
+        return "expected", self.expected
 
 
 Normalisation = Literal["strip", "case", "spaces", "punctuation", "articles", "unicode", "numbers"]
@@ -226,6 +237,11 @@ class RegexScorerConfig(_AnswerKind):
     whole: bool = False
     """Match the whole answer, not some part of it."""
 
+    @property
+    def needed(self) -> tuple[str, str] | None:
+        """The column of the pattern, if each pair has its own."""
+        return None if self.pattern else super().needed
+
 
 class ColumnScorerConfig(_Kind):
     """The number in a column of the pair: what an agent returned, or what a data set holds."""
@@ -239,6 +255,11 @@ class ColumnScorerConfig(_Kind):
     response, at which its agent raised an error. Null: it has no score, which ends a run unless
     `orchestrator.unscored` drops it."""
 
+    @property
+    def needed(self) -> tuple[str, str] | None:
+        """The column of the number, unless there is one for pairs without."""
+        return ("column", self.column) if self.missing is None else None
+
 
 class JsonSchemaScorerConfig(_AnswerKind):
     """1 if the answer is JSON that the schema admits, else 0."""
@@ -249,6 +270,11 @@ class JsonSchemaScorerConfig(_AnswerKind):
     """The schema, by default of draft 2020-12. Empty: that
     of each pair, in the place of the expected answer. References to other documents are refused, as nothing is
     fetched."""
+
+    @property
+    def needed(self) -> tuple[str, str] | None:
+        """The column of the schema, if each pair has its own."""
+        return None if self.json_schema else super().needed
 
     def _problems(self) -> Iterator[str]:
         import jsonschema

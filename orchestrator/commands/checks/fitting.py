@@ -12,6 +12,7 @@ from orchestrator.commands.run_folder import checkpoint_folder, policy_folder
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
+from orchestrator.environments.agent import RESULT
 from quartet.config.base import ConfigError
 from quartet.config.learner import PolicyConfig
 from quartet.folders import unreplaceable
@@ -24,7 +25,7 @@ from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.identity import model_hash
 from services.critic.config import CriticConfig
-from services.reward.config import RewardConfig, field_of
+from services.reward.config import RewardConfig, ScorerConfig, SeveralScorerConfig, field_of
 from services.reward.names import chosen
 from services.rollout.config import RolloutConfig
 
@@ -146,7 +147,32 @@ def misfits_of_reward(config: OrchestratorConfig, section: RewardConfig, name: s
     hosted, where = section.hosted[scorer], f"applications.{name}.args"
     if hosted.tokenizer is None:
         yield f"{where}.tokenizer: required, as a run sends token ids; set it to {config.policy.model}"
-    yield from config.algorithm.misfits(hosted.scorer.names, f"{where}.{field_of(scorer)}")
+    field = f"{where}.{field_of(scorer)}"
+    yield from config.algorithm.misfits(hosted.scorer.names, field)
+    yield from _not_sent(config, hosted.scorer, field)
+
+
+def _not_sent(config: OrchestratorConfig, scorer: ScorerConfig, field: str) -> Iterator[str]:
+    """Columns that the run does not send, and without which the scorer, which stands at `field`, scores nothing."""
+    if isinstance(scorer, SeveralScorerConfig):
+        for name, part in scorer.scorers.items():
+            yield from _not_sent(config, part, f"{field}.scorers.{name}")
+        return
+    needed = getattr(scorer, "needed", None)
+    if needed is None:
+        return
+    key, column = needed
+    sent = [*config.data.columns, *([RESULT] if config.agent else [])]
+    if not column and config.data.label_key is None:
+        yield (
+            f"{field}.{key}: the label, but orchestrator.data.label_key names none, so that no response would have a "
+            "score; set that to the column of the answers"
+        )
+    elif column and column not in sent:
+        yield (
+            f"{field}.{key}: {column!r}, which the run does not send, so that no response would have a score; add it "
+            "to orchestrator.data.columns"
+        )
 
 
 def _other_root(ours: str, theirs: str, name: str) -> Iterator[str]:

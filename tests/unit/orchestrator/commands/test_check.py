@@ -390,6 +390,32 @@ def test_every_score_has_a_weight_and_every_weight_a_score(raw: dict[str, Any], 
     checked(raw, tmp_path)
 
 
+def test_a_scorer_without_the_column_that_it_needs_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    field, data = "applications.reward.args.scorer", raw["orchestrator"]["data"]
+    data.update(label_key=None, columns=[])
+    for scorer, needs in (
+        ({"kind": "exact"}, "expected: the label, but orchestrator.data.label_key names none"),
+        ({"kind": "math", "expected": "tone"}, "expected: 'tone', which the run does not send"),
+        ({"kind": "regex"}, "expected: the label"),
+        ({"kind": "json_schema", "expected": "tone"}, "expected: 'tone'"),
+        ({"kind": "column"}, "column: 'result', which the run does not send"),
+    ):
+        args(raw, "reward")["scorer"] = scorer
+        refused(raw, tmp_path, f"{field}.{needs}")
+    parts = {"right": {"kind": "exact"}, "polite": {"kind": "regex", "pattern": "please"}}
+    args(raw, "reward")["scorer"] = {"kind": "several", "scorers": parts}
+    raw["orchestrator"]["algorithm"]["rewards"] = {"right": {}, "polite": {}}
+    refused(raw, tmp_path, f"{field}.scorers.right.expected: the label")
+    parts["right"]["expected"] = "prompt"
+    data.update(columns=["prompt"])
+    checked(raw, tmp_path)
+    raw["orchestrator"]["algorithm"]["rewards"] = {}
+    data.update(label_key="prompt", columns=[])
+    for kind, given in (("exact", {}), ("json_schema", {}), ("column", {"missing": 0})):
+        args(raw, "reward")["scorer"] = {"kind": kind, **given}
+        checked(raw, tmp_path)
+
+
 def test_a_run_is_compared_with_the_scorer_that_it_asks_and_with_no_other(
     raw: dict[str, Any], policy_folder: Path, tmp_path: Path
 ) -> None:
