@@ -43,6 +43,8 @@ class Requests:
         self._llm = llm
         self._adapters = adapters
         self._newest = Pushed(0, 0)
+        self._places = [*range(1, adapters), 0]
+        """The workers' places in the order of the pushes that brought something there, the newest last."""
         self._numbers = itertools.count()
         self._responding: dict[str, Pushed] = {}
         """Requests for responses -> the adapters that were the newest when they came."""
@@ -142,22 +144,22 @@ class Requests:
         """Ends all requests for responses, which report what they have. The engine is paused."""
         await self._llm.abort(list(self._responding))
 
-    @property
-    def _oldest(self) -> int:
-        """The place of the oldest adapters, which is that of the next ones."""
-        return (self._newest.place + 1) % max(1, self._adapters)
-
     async def make_place(self) -> int:
-        """Ends the requests that are computed with the oldest adapters, which report what they have; returns the
-        place of these. The engine is paused."""
-        place = self._oldest
+        """Chooses a place for the adapters of a push and returns it: one with adapters that no response needs any
+        more, as after a push that was repeated, or that of the oldest, whose requests it ends. They report what they
+        have. The engine is paused."""
+        used = {pushed.place for pushed in self._responding.values()}
+        place: int = min(self._places[:-1], key=used.__contains__)
+        self._places.remove(place)
+        self._places.insert(0, place)
         await self._llm.abort([name for name, pushed in self._responding.items() if pushed.place == place])
         return place
 
     async def serve(self, version: int) -> None:
-        """Has later requests computed with what a push has brought, in the place of the oldest if these are adapters,
-        and those of which no token has come too. The engine is paused."""
-        self._newest = Pushed(version, self._oldest)
+        """Has later requests computed with what a push has brought, in the place that `make_place` chose if these are
+        adapters, and those of which no token has come too. The engine is paused."""
+        self._places.append(self._places.pop(0))
+        self._newest = Pushed(version, self._places[-1])
         if self._adapters > 1:
             again = [name for name in self._responding if name[0] == WHOLE and waits(self._llm, name)]
             self._again.update(again)

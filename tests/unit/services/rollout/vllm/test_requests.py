@@ -202,15 +202,40 @@ async def test_a_response_ends_where_a_push_takes_the_place_of_its_adapters() ->
     kept, parts = Kept(), list[Sample]()
     old = await kept.begin(parts)
     await kept.give("r0", 2)
-    assert [await kept.push(version) for version in (1, 2)] == [1, 2]
+    assert await kept.push(1) == 1
+    middle = await kept.begin()
+    await kept.give("r1", 1)
+    assert await kept.push(2) == 2
     young = await kept.begin()
     assert not old.done()
     assert await kept.push(3) == 0
     with pytest.raises(Unavailable, match="ask again"):
         await old
     assert sum(len(part.response_ids) for part in parts) == 2
-    assert not young.done()
-    young.cancel()
+    assert [middle.done(), young.done()] == [False, False]
+    for task in (middle, young):
+        task.cancel()
+
+
+async def test_a_push_takes_a_place_that_no_response_needs_before_it_ends_one() -> None:
+    kept = Kept()
+    begun = list[asyncio.Task[Sample]]()
+    for version in (6, 7):
+        await kept.push(version)
+        begun.append(await kept.begin())
+        await kept.give(f"r{version - 6}", 1)
+    # Of three attempts the first is given up before its commit, the second after it, as other replicas lacked it.
+    places = [await kept.requests.make_place(), await kept.push(8)]
+    assert places == [0, 0]
+    assert await kept.push(8) == 1
+    assert [task.done() for task in begun] == [True, False]
+    # The one of version 7 is within the bound of staleness still, and that of the second attempt is none's.
+    assert await kept.push(9) == 0
+    assert not begun[1].done()
+    await kept.give("r1", 1, "stop")
+    assert (await begun[1]).spans == ((7, 0, 2),)
+    with pytest.raises(Unavailable, match="ask again"):
+        await begun[0]
 
 
 async def test_a_response_that_waits_for_its_first_token_begins_again_with_the_new_adapters() -> None:
