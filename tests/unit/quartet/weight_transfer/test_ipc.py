@@ -110,6 +110,28 @@ def test_a_reader_notices_that_it_is_written_meanwhile(
         sender.close()
 
 
+@backends
+def test_who_joins_another_learner_reads_its_memory_and_not_that_of_the_one_before(
+    backend: str, tmp_path: Path
+) -> None:
+    """A run that goes back to a checkpoint has new ranks; the replicas and the manifest stay."""
+    gpu = FakeGpu(tmp_path)
+    before, after = (senders_of(backend, 1, gpu)[0] for _ in range(2))
+    before.load(TENSORS.items(), 1)
+    after.load(((name, tensor + 1) for name, tensor in TENSORS.items()), 1)
+    receiver = make_receiver(backend, CPU, gpu.cuda)
+    received = []
+    for sender in (before, after):
+        receiver.join(joining(backend, sender.rendezvous()))
+        received.append(receiver.receive(MANIFEST))
+        assert received[-1] == checksum(sender.send(1))
+    assert received[0] != received[1]
+    receiver.close()
+    for sender in (before, after):
+        sender.close()
+    assert gpu.mapped == 0
+
+
 def test_memory_that_is_gone_or_too_small_is_an_error_and_nothing_stays_open(tmp_path: Path) -> None:
     gpu = FakeGpu(tmp_path)
     with pytest.raises(RuntimeError, match=r"^cudaMalloc failed: CUDA error 2$"):

@@ -214,6 +214,36 @@ def test_a_sender_that_gives_a_membership_up_while_it_joins_is_free_for_the_next
     sender.close()
 
 
+def test_who_forms_another_group_leaves_the_one_before_and_its_watch() -> None:
+    """Members of the one before would else wait for it."""
+    groups = [Answering(), Answering(), Answering()]
+    made: Iterator[Any] = iter(groups)
+    wire, manifest = Wire(lambda *_: next(made)), Manifest.of({"w": torch.zeros(4)}, 16)
+    sender = GroupSender(manifest, wire, host=HOST, stall_s=60)
+    sender.join(1, 1)
+    sender.join(2, 1)
+    assert [group.aborts for group in groups] == [1, 0, 0]
+    receiver, before = GroupReceiver(CPU, lambda *_: wire), set(threading.enumerate())
+    store = find_store(HOST, sender.rendezvous(), 60)
+    PrefixStore("membership3", store.clone()).set("here0", b"")  # the sender's part
+    receiver.join(Joining("gloo", [[HOST, sender.rendezvous()]], 1, 2, 3, 60))
+    [watch] = {thread for thread in threading.enumerate() if thread.name == "push abandoned"} - before
+    receiver.close()
+    watch.join(30)
+    assert not watch.is_alive()
+    assert groups[2].aborts == 1
+
+
+@pytest.mark.parametrize("find", [True, False])
+def test_a_key_that_does_not_come_is_waited_for_no_longer_than_is_said(find: bool) -> None:
+    store, number = open_store(HOST, 600 if find else 0.2)
+    store = find_store(HOST, number, 0.2) if find else store
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        store.get("nothing")
+    assert time.monotonic() - began < 60
+
+
 def test_an_abandoned_membership_is_left_and_no_other() -> None:
     """Neither do newcomers that are given up cost the others their group, nor the reverse."""
     main, newcomers = Answering(), Stuck()
