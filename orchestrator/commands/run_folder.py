@@ -77,12 +77,21 @@ def keep_run_id(run_dir: Path, run_id: str) -> None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
-    """Changes of a configuration, a line for each key."""
+    """Changes of a configuration, a line for each key; sections in a list are compared by their names."""
     changes: list[str] = []
     for key in sorted(before.keys() | now.keys()):
-        old, new, path = before.get(key), now.get(key), f"{where}{key}"
+        old, new, path = _by_name(before.get(key)), _by_name(now.get(key)), f"{where}{key}"
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             changes += differences(old, new, f"{path}.")
         elif old != new:
             changes.append(f"{path}: {shown(old)} before, {shown(new)} now")
     return changes
+
+
+def _by_name(value: Any) -> Any:
+    """A list of sections that each have a name of their own, such as applications, as a mapping; another value as it
+    is."""
+    if not (isinstance(value, list) and all(isinstance(each, Mapping) and "name" in each for each in value)):
+        return value
+    named = {str(each["name"]): each for each in value}
+    return named if value and len(named) == len(value) else value

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,19 @@ def test_what_a_configuration_says_now_is_told_key_by_key() -> None:
         "steps: 10 before, 20 now",
     ]
     assert differences(now, now) == []
+
+
+def test_of_sections_in_a_list_only_what_changed_is_told() -> None:
+    def file(count: int, *others: str) -> dict[str, Any]:
+        rollout = {"name": "rollout", "args": {"model": "a"}, "deployments": [{"name": "Rollout", "count": count}]}
+        return {"applications": [rollout, *({"name": name} for name in others)], "ends": [{"id": 1}]}
+
+    assert differences(file(1, "critic"), file(2, "critic")) == [
+        "applications.rollout.deployments.Rollout.count: 1 before, 2 now"
+    ]
+    assert differences(file(1), file(1, "critic")) == ["applications.critic: null before, {'name': 'critic'} now"]
+    assert differences(file(1, "a", "a"), file(1, "a")) != []  # two of one name
+    assert differences({"ends": []}, {"ends": [{"id": 1}]}) == ["ends: [] before, [{'id': 1}] now"]
 
 
 def test_a_run_keeps_its_id_when_it_is_resumed_and_a_new_one_in_its_folder_is_another(tmp_path: Path) -> None:
