@@ -97,6 +97,14 @@ def test_measures_are_of_the_tokens_that_are_trained_on() -> None:
     assert estimate.metrics["value/explained_variance"] == pytest.approx(1 - advantages.var() / returns.var())
 
 
+def test_a_responses_ratio_is_that_of_all_its_tokens() -> None:
+    """Of those that are trained on alone it would be within the band."""
+    batch, _, _ = made(BATCH, OLD)
+    own = [np.asarray(row, np.float32) for row in OLD]
+    settings = PPO(correction="geometric", importance_band=(0.5, 2.0))
+    assert measure_distance(batch, own, settings, 9).metrics["off_policy/corrected"] == 1
+
+
 @pytest.mark.parametrize(("version", "expected"), [(7, 0.1 / 3), (8, 0.0), (9, None)])
 def test_the_mismatch_of_the_present_version_is_that_of_its_own_tokens(version: int, expected: float | None) -> None:
     """All three tokens that are trained on are of version 7 or later; of version 8 is only the last of the first
