@@ -15,9 +15,10 @@ from quartet.learner.snapshot import Snapshot
 from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup
 from quartet.wire.errors import InvalidArgument
+from tests import trajectories
 from tests.plain import furthest
 from tests.unit.layouts import BY_LAYERS, OPTIMIZER, STAGES, TIMEOUT_S, Bench
-from tests.unit.rows import pairs
+from tests.unit.rows import noise, pairs
 
 pytestmark = pytest.mark.processes
 
@@ -108,9 +109,25 @@ def test_the_optimizer_goes_on_as_it_is_configured_now(policy_folder: Path, snap
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=5), Distribution(1.0))
     trainer.snapshots.restore(str(snapshot))
     [group] = trainer._learner._engine.optimizer.param_groups
-    # One third of the rate, in the first of two steps of warm-up.
     assert group["lr"] == pytest.approx(4e-3 / 3)
     assert (group["weight_decay"], group["eps"]) == (0.5, 1e-5)
+    # One third of the rate, and two, in the two steps of warm-up, and then all of it.
+    prompts, responses = pairs(5)
+    rows = {name: noise(responses, 1) for name in ("logprobs", "old_logprobs", "advantages")}
+    batch = trajectories.of(prompts, responses, **rows)
+    rates = [trainer.train(batch, 0.0, seed=1)["learning_rate"] for _ in range(3)]
+    assert rates == pytest.approx([4e-3 / 3, 8e-3 / 3, 4e-3])
+
+
+def test_random_numbers_go_on_where_they_were(policy_folder: Path, tmp_path: Path) -> None:
+    trainer = make_policy(policy_folder)
+    torch.manual_seed(3)
+    trainer.snapshots.take_snapshot(str(tmp_path / "policy"), 0)
+    trainer.snapshots.write_snapshot()
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    trainer.snapshots.restore(str(tmp_path / "policy"))
+    assert torch.equal(torch.rand(4), expected)
 
 
 def test_a_file_that_was_cut_short_is_refused(policy_folder: Path, snapshot: Path) -> None:
