@@ -1,12 +1,17 @@
 """A gradient that is not finite changes nothing on any rank, in any layout; weights that are not leave no learner."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quartet.config.learner import LoraConfig, TensorParallelConfig
+from quartet.learner.finite import check_weights
 from quartet.ranks.group import RankGroup
+from quartet.ranks.ranks import Ranks
+from quartet.wire.errors import NotFinite
 from tests.plain import furthest
 from tests.unit.layouts import BY_LAYERS, STAGES, TIMEOUT_S, Bench
 
@@ -83,3 +88,13 @@ async def test_padding_is_part_of_no_weight(benches: dict[int, RankGroup], tmp_p
 async def test_nor_where_layers_are_divided(benches: dict[int, RankGroup], layout: dict[str, Any]) -> None:
     divided = {"ranks": 2, "tensor_parallel": TensorParallelConfig(size=2)} | layout
     await check_skipping(benches[2], divided, "policy")
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_one_weight_of_any_wrong_kind_is_found_and_its_tensor_named(wrong: float) -> None:
+    module = torch.nn.Linear(3, 2)
+    check_weights(module, Ranks(), torch.device("cpu"))
+    with torch.no_grad():
+        module.bias[1] = wrong
+    with pytest.raises(NotFinite, match="weights are not finite, here in bias and 0 more"):
+        check_weights(module, Ranks(), torch.device("cpu"))
