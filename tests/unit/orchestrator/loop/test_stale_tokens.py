@@ -98,7 +98,7 @@ def test_measures_are_of_the_tokens_that_are_trained_on() -> None:
 
 
 def test_a_responses_ratio_is_that_of_all_its_tokens() -> None:
-    """It would be within the band with those that are trained on alone."""
+    """Without those that are not trained on it would be within the band."""
     batch, _, _ = made(BATCH, OLD)
     own = [np.asarray(row, np.float32) for row in OLD]
     settings = PPO(correction="geometric", importance_band=(0.5, 2.0))
