@@ -67,3 +67,13 @@ def test_a_single_trained_token_has_no_spread_and_no_advantage() -> None:
     two = Responses(rewards, *rows, None, torch.arange(2))
     # Less the mean 4, over the unbiased deviation 2 ** 0.5.
     assert algorithm.credit(two).advantages.flatten().tolist() == pytest.approx([0, -(0.5**0.5), 0, 0.5**0.5])
+
+
+def test_what_a_token_earns_that_is_not_trained_on_goes_to_the_one_before_and_counts_in_no_mean() -> None:
+    sampled = torch.tensor([[True, True, True]])
+    batch = Responses(
+        torch.tensor([[1.0, 2, 4]]), sampled, torch.tensor([[True, False, True]]), None, torch.tensor([0])
+    )
+    # 3 are earned at the first token and 4 at the last, which is the next one that is trained on.
+    assert batch.to_go(gamma=0.5).tolist() == [[5, 0, 4]]
+    assert batch.centred(torch.tensor([[1.0, 5, 3]])).tolist() == [[-1, 0, 1]]
