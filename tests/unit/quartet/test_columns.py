@@ -209,6 +209,7 @@ def test_columns_are_replaced_selected_and_left_out() -> None:
     assert set(columns.select("score", "trained").columns) == {"score", "trained"}
     assert "score" not in columns.without("score", "unknown")
     assert columns.get("unknown") is None
+    assert changed.get("score") is changed["score"]
     with pytest.raises(KeyError, match="unknown"):
         columns.select("unknown")
 
