@@ -105,9 +105,10 @@ def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int, bucket: int 
     step = tokens * width * (4 * shape.hidden + 2 * shape.intermediate // size)
     sampling = 3 * config.max_num_seqs * shape.vocabulary * 4
     cache = config.kv_cache_mib << 20
-    # The adapters that it computes with, of each version, and the last ones as they came.
-    kept = 1 + config.adapter_versions
-    adapters = 0 if config.adapters is None else kept * copy_bytes(shape, config.dtype, config.adapters)
+    adapters = 0
+    if config.adapters is not None:  # those that it computes with, of each version, and the last ones as they came
+        ranks = config.adapter_versions * config.adapter_room + config.adapters.rank
+        adapters = shape.adapters(ranks) * width
     return shape.parameters * width // size + adapters + cache + step + sampling + pushed + GRAPHS + CONTEXT
 
 

@@ -12,6 +12,8 @@ from quartet.config.learner import LoraConfig
 from quartet.config.limits import LimitsConfig, completed_by
 from services.rollout.engines import ENGINES
 
+ROOM = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM can keep room: those of lower ones take as much as the next of these."""
 DEFAULT_LENGTH = 2048
 """Default of the longest prompt + response, in tokens."""
 _LIMITS = LimitsConfig(max_call_tokens=16 << 20, max_waiting_tokens=256 << 20)
@@ -92,6 +94,13 @@ class RolloutConfig(Config):
     def _problems(self) -> Iterator[str]:
         if self.adapter_versions > 1 and self.adapters is None:
             yield f"adapter_versions: {self.adapter_versions}, but adapters is null; leave it out"
+        if self.adapters is not None and self.engine == "vllm" and self.adapters.rank > max(ROOM):
+            yield f"adapters.rank: {self.adapters.rank}; vLLM takes {max(ROOM)} at most"
+
+    @property
+    def adapter_room(self) -> int:
+        """The rank for which vLLM keeps room in each of the adapters' places; 1 without adapters."""
+        return min(rank for rank in ROOM if self.adapters is None or rank >= self.adapters.rank)
 
     @property
     def one_process(self) -> bool:

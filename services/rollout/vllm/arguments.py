@@ -1,16 +1,13 @@
 """Arguments of a rollout replica's vLLM engine."""
 
 from collections.abc import Collection
-from typing import Any, get_args
 
 import torch
 from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
-from vllm.config.lora import MaxLoRARanks
 from vllm.model_executor.models import ModelRegistry, supports_lora
 
 from quartet.config.base import ConfigError
-from quartet.config.learner import LoraConfig
 from quartet.models.loading import load_config, load_tokenizer
 from quartet.wire.identity import vocabulary_size
 from services.rollout.config import DEFAULT_LENGTH, RolloutConfig
@@ -53,7 +50,7 @@ def engine_args(config: RolloutConfig, adapted: Collection[str] = ()) -> AsyncEn
         worker_extension_cls="services.rollout.vllm.transfer.WorkerExtension",
         scheduler_cls="services.rollout.vllm.scheduler.WholeResponseScheduler",
         enable_lora=config.adapters is not None,
-        max_lora_rank=_room(config.adapters),
+        max_lora_rank=config.adapter_room,  # type: ignore[arg-type]
         max_loras=config.adapter_versions,
         # Without these the head has one too, which fails for a prompt's log-probs.
         lora_target_modules=sorted(adapted) or None,
@@ -61,14 +58,6 @@ def engine_args(config: RolloutConfig, adapted: Collection[str] = ()) -> AsyncEn
         logits_processors=["services.rollout.vllm.sampling:TokenizerVocabulary"] if _is_padded(config) else None,
         generation_config="auto",
     )
-
-
-def _room(adapters: LoraConfig | None) -> Any:
-    """The rank for which vLLM keeps room, which is one of a few."""
-    wanted, ranks = 1 if adapters is None else adapters.rank, get_args(MaxLoRARanks)
-    if wanted > max(ranks):
-        raise ConfigError(f"rollout.args.adapters.rank: {wanted}; vLLM takes {max(ranks)} at most")
-    return min(rank for rank in ranks if rank >= wanted)
 
 
 def check_adapters(arguments: AsyncEngineArgs) -> None:

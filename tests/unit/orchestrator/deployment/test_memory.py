@@ -27,7 +27,7 @@ from orchestrator.deployment.memory import (
 from orchestrator.environments.config import AgentConfig
 from quartet.config.base import GIB
 from quartet.config.frozen import FrozenConfig
-from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig
+from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig, LoraConfig
 from quartet.learner import memory
 from quartet.learner.memory import kept_bytes, learner_bytes
 from quartet.models.size import ModelSize
@@ -143,6 +143,9 @@ def test_frozen_models_and_engines(configs: Configs) -> None:
     assert engine_bytes(adapted, SMALL, gpu=80 * GIB) == expected + 2 * 1472 * 2
     kept = adapted.model_copy(update={"adapter_versions": 3})
     assert engine_bytes(kept, SMALL, gpu=80 * GIB) == expected + 4 * 1472 * 2
+    # There is room for rank 16, twice as much, where 9 are needed.
+    odd = adapted.model_copy(update={"adapters": LoraConfig(rank=9)})
+    assert engine_bytes(odd, SMALL, gpu=80 * GIB) == expected + (2 * 1472 + 1472 * 9 // 8) * 2
     # Without a size of its own the cache takes what its share of the GPU leaves.
     assert engine_bytes(configs.engine(gpu_memory_utilization=0.9), SMALL, gpu=80 * GIB) == 72 * GIB
 

@@ -1,12 +1,14 @@
 """The arguments that vLLM is started with."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from vllm.config.lora import MaxLoRARanks
 from vllm.usage.usage_lib import UsageContext
 
 from quartet.config.base import ConfigError
-from services.rollout.config import RolloutConfig
+from services.rollout.config import ROOM, RolloutConfig
 from services.rollout.vllm.arguments import FREE_SHARE, check_adapters, eager, engine_args, utilization
 
 
@@ -51,8 +53,11 @@ def test_adapters_have_room_for_their_rank_and_none_for_the_head(policy_folder: 
     assert (given.enable_lora, given.max_lora_rank) == (True, 16)
     assert given.lora_target_modules == ["o_proj", "q_proj"]
     check_adapters(given)
-    with pytest.raises(ConfigError, match=r"rollout.args.adapters.rank: 513; vLLM takes 512 at most"):
-        engine_args(config(policy_folder, adapters={"rank": 513}))
+    assert get_args(MaxLoRARanks) == ROOM
+    with pytest.raises(ConfigError, match=r"adapters.rank: 513; vLLM takes 512 at most"):
+        config(policy_folder, adapters={"rank": 513})
+    # Another engine has its own limits.
+    assert config(policy_folder, adapters={"rank": 513}, engine="my_engine:start").adapters is not None
 
 
 def test_every_transport_comes_through_one_engine(policy_folder: Path) -> None:
