@@ -86,7 +86,9 @@ class Engine(Protocol):
         """Stops generation and releases memory until the next commit or abort."""
 
     async def pause(self, in_flight: str) -> None:
-        """Stops generation and opens a weight update, in place of one that was left open."""
+        """Stops generation and opens a weight update, in place of one that was left open. `in_flight` says what
+        becomes of requests that are being sampled, as `weights.in_flight` (docs/weights.md) does. InvalidArgument if
+        the engine cannot do that."""
 
     async def receive(self, manifest: "Manifest") -> str:
         """Receives the weights; returns their checksum."""
