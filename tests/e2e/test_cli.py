@@ -32,7 +32,7 @@ def test_check_lists_every_problem_of_a_file(quartet: Quartet, tmp_path: Path) -
     assert "Traceback" not in done.stderr
     for problem in (
         f"{broken}: orchestrater: unknown section; known: applications, ",
-        "applications.rollout.args.max_lenght: unknown field; known: adapters, colocate, dtype, ",
+        "applications.rollout.args.max_lenght: unknown field; known: adapter_versions, adapters, ",
         "applications.reward.args.scorer.model: no such folder on this machine (looked for /no/such/model)",
         "applications.reference.args.dtype: should be 'float32' or 'bfloat16', got 'float16'",
         "applications.critic.args.optimizer: required",
