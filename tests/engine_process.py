@@ -12,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from protos import common_pb2
 from quartet.wire.codec import Ints
 from services.rollout.sample import Sample, Sampling
@@ -37,12 +39,21 @@ def _called(function: Any, *arguments: Any) -> Any:
     return _loop.run_until_complete(result) if asyncio.iscoroutine(result) else result
 
 
-async def _start(config: dict[str, Any]) -> None:
+async def _start(config: dict[str, Any], plain: bool) -> None:
     while _hosts:
         await _hosts.pop().shutdown()
     host = EngineHost()
-    await host.start(config)
+    with pytest.MonkeyPatch.context() as patch:
+        if plain:
+            from tests.plain_worker import plain_args
+
+            patch.setattr("services.rollout.vllm.engine.engine_args", plain_args)
+        await host.start(config)
     _hosts.append(host)
+
+
+async def _in_workers(method: str) -> list[Any]:
+    return list(await _hosts[0]._engine.llm.collective_rpc(method))
 
 
 def _method(name: str, *arguments: Any) -> Any:
@@ -61,10 +72,15 @@ class EngineProcess(Phases):
         finally:
             multiprocessing.set_executable(sys.executable)
 
-    async def start(self, folder: Path, **config: Any) -> None:
-        """Loads the model in `folder`, ending the engine before."""
+    async def start(self, folder: Path, *, plain: bool = False, **config: Any) -> None:
+        """Loads the model in `folder`, ending the engine before. With `plain` its workers compute with plain weights
+        (tests/plain_worker)."""
         self.lease = common_pb2.Lease()
-        await self.call(_start, _SETTINGS | {"model": str(folder)} | config)
+        await self.call(_start, _SETTINGS | {"model": str(folder)} | config, plain)
+
+    async def in_workers(self, method: str) -> list[Any]:
+        """Calls a method of each of the engine's workers; their answers."""
+        return list(await self.call(_in_workers, method))
 
     async def generate(self, prompts: Sequence[Ints], sampling: Sampling) -> list[Sample]:
         """One sample for each prompt, by its index as the seed."""

@@ -26,8 +26,9 @@ class WeightsConfig(Config):
     stage: Literal["host", "gpu"] = "host"
     """Memory in which a push by NCCL keeps the learner's copy of the weights, and those that replicas have received
     until the commit. host: pinned host memory, with room for all weights once for each replica. gpu: the GPUs' own,
-    which saves all copies to the host and back; it takes one more copy of the weights on the GPU of each sender and
-    worker, which `quartet check` counts."""
+    which saves all copies to the host and back; it takes one more copy of the weights on the GPU of each sender, and
+    on those of each replica together, which `quartet check` counts. Several workers of a replica stage a first push
+    in host memory all the same."""
     senders: Count = 1
     """Number of learner ranks that send at the same time, each a share of the buckets; at most policy.ranks."""
     timeout_s: Seconds = 60

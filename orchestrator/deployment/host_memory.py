@@ -38,6 +38,7 @@ SYSTEM = 4 * GIB
 """Host memory of Ray, Serve and the orchestrator."""
 LIBRARIES = "libraries"
 STAGED = "weights staged for a push"
+WHOLE = "weights staged whole for several workers"
 SENT = "weights that are sent"
 SAVED = "model that is saved"
 SHARED = "weights in /dev/shm"
@@ -103,8 +104,9 @@ def _service(
         # The replica, the engine's core, and the workers unless one is part of the core.
         own = {LIBRARIES: process * (2 + (0 if section.one_process else section.tensor_parallel_size))}
         if stages_on_host(run, section):
-            # Which its workers share.
-            own[STAGED] = copy_bytes(shape_at(section.model), section.dtype, section.adapters)
+            # Of several workers all together: whole until each knows which part is its own, and in their parts then.
+            kind = STAGED if section.tensor_parallel_size == 1 else WHOLE
+            own[kind] = copy_bytes(shape_at(section.model), section.dtype, section.adapters)
         if not gpu and section.kv_cache_mib is not None:
             own[COMPUTING] = engine_bytes(section, shape_at(section.model), 0) - CONTEXT - GRAPHS
         return own, own
@@ -150,9 +152,10 @@ def _learner(
 
 
 def stages_on_host(run: OrchestratorConfig, section: RolloutConfig) -> bool:
-    """True if each worker of a replica may stage a push in host memory. `auto` may choose what does."""
+    """True if a replica may stage a push in host memory, as several workers do at first. `auto` may choose what
+    does."""
     backend = section.weight_backend if run.weights.backend == "auto" else run.weights.backend
-    on_gpu = backend in ("nccl", "auto") and run.weights.stage == "gpu"
+    on_gpu = backend in ("nccl", "auto") and run.weights.stage == "gpu" and section.tensor_parallel_size == 1
     return backend not in ("ipc", "cuda-ipc") and not on_gpu
 
 

@@ -127,8 +127,8 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
         workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
         size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket, longest)
         if isinstance(section, RolloutConfig) and weights.stage == "gpu":
-            # Of weights received and not committed.
-            size += copy_bytes(shape_at(section.model), section.dtype, section.adapters)
+            # Of weights received and not committed, of which several workers have a part each.
+            size += copy_bytes(shape_at(section.model), section.dtype, section.adapters) // workers
         one = Footprint(placed.name, share / workers, size, *released(section, shape_at))
         parts += [one] * workers * replicas(placed.entry)
     for name, given in deployment.learners().items():

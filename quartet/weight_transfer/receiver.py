@@ -23,6 +23,7 @@ from quartet.weight_transfer.memory.device_digest import device_digest
 from quartet.weight_transfer.memory.device_memory import Cuda
 from quartet.weight_transfer.memory.pinning import READ_ONLY, pin
 from quartet.weight_transfer.memory.shared_memory import Segment
+from quartet.weight_transfer.pieces import Pieces, StagedPieces, cut
 
 log = logging.getLogger("quartet")
 
@@ -71,8 +72,12 @@ class Receiver(Protocol):
     def join(self, joining: Joining) -> None:
         """Joins the members, leaving the group before; RuntimeError if not all members come in time."""
 
-    def receive(self, manifest: Manifest) -> str:
+    def receive(self, manifest: Manifest, pieces: Pieces | None = None) -> str:
         """Receives all buckets; returns the checksum of their bytes.
+
+        Args:
+            manifest: the tensors of the push.
+            pieces: those of them that will be asked for, if no others are; all workers of the replica then have some.
 
         Raises:
             RuntimeError: a sender or another member is gone, or a bucket took longer than `stall_s`.
@@ -81,8 +86,14 @@ class Receiver(Protocol):
     def buckets(self) -> Iterator[Bucket]:
         """The buckets received last, in order."""
 
+    def weights(self, pieces: Pieces) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
+        """The pieces of each weight received last."""
+
     def check(self) -> None:
         """Raises RuntimeError if the buckets changed after they were received."""
+
+    def release(self) -> None:
+        """Frees memory in which whole buckets are kept, before pieces are received."""
 
     def close(self) -> None:
         """Leaves the group; memory that is kept from push to push stays."""
@@ -97,9 +108,11 @@ class GroupReceiver:
     """Receives from process groups, by gloo or NCCL, into a staging area. A group that breaks closes all of them.
 
     NCCL brings the buckets to the GPU, where they are hashed, and where they stay if they are staged there. Otherwise
-    each is copied to host memory while the next one arrives. Of several workers of a replica the first one does that,
-    into memory that it shares; the others hash what they receive, and load from there. All of them have received
-    before any of them loads, and have loaded before any of them receives again.
+    each is copied to host memory while the next one arrives.
+
+    Of several workers of a replica each keeps its own pieces, once they are known. Before, the first one keeps the
+    whole buckets, in host memory that it shares; the others hash what they receive, and load from there. All of them
+    have received before any of them loads, and have loaded before any of them receives again.
     """
 
     def __init__(self, device: torch.device, wires: Wires = make_wire) -> None:
@@ -108,11 +121,12 @@ class GroupReceiver:
         self._carrying: torch.device | None = None
         """The GPU to which the groups bring the buckets; None: they bring them to host memory."""
         self._staging: torch.device | None = None
-        """The GPU in whose memory they are staged; None: in host memory."""
+        """The GPU in whose memory they are staged, if they are this worker's pieces or it is the only one; None: in
+        host memory."""
         self._groups: list[Group] = []
         self._left = threading.Event()
         """Set when this member leaves its groups."""
-        self._staged: Buckets | None = None
+        self._staged: Buckets | StagedPieces | None = None
         self._worker, self._workers = 0, 1
         self._segment: Segment | None = None
         """The memory that the replica's workers share; None: this one's is its own."""
@@ -152,26 +166,31 @@ class GroupReceiver:
         self._left = threading.Event()
         threading.Thread(target=_heed, args=(self._groups, self._left), name="push abandoned", daemon=True).start()
 
-    def receive(self, manifest: Manifest) -> str:
+    def receive(self, manifest: Manifest, pieces: Pieces | None = None) -> str:
         """Receives all buckets into the staging area; hashes and stages one while the next one arrives."""
         if not self._groups:
             raise RuntimeError("no transfer group: prepare comes before transfer")
-        buckets, groups, senders = self._prepared(manifest), self._groups, len(self._groups)
+        staged = self._prepared(manifest) if pieces is None else self._prepared_for(manifest, pieces)
+        groups, senders = self._groups, len(self._groups)
+        sizes = [sum(map(manifest.size, bucket)) for bucket in manifest.buckets()]
         writing = self._segment if self._worker == 0 else None
         only_hashed = self._segment is not None and self._worker > 0
+        in_place = staged if isinstance(staged, Buckets) and not only_hashed and self._arrive_in_place else None
+        take = None if only_hashed or in_place else staged.take
 
         def line(sender: int) -> dict[int, Future[bytes]]:
             digests: dict[int, Future[bytes]] = {}
-            numbers = buckets.numbers[sender::senders]
-            carriers = self._carriers(max((len(buckets[number]) for number in numbers), default=0), only_hashed)
+            numbers = range(sender, len(sizes), senders)
+            carriers = [] if in_place else self._carriers(max((sizes[number] for number in numbers), default=0))
             for turn, number in enumerate(numbers):
-                arriving = buckets[number]
-                if carriers:
+                if in_place:
+                    arriving = in_place[number]
+                else:
                     if turn >= len(carriers):
                         digests[numbers[turn - len(carriers)]].result()  # then its carrier is free
-                    arriving = carriers[turn % len(carriers)][: len(arriving)]
+                    arriving = carriers[turn % len(carriers)][: sizes[number]]
                 groups[sender].broadcast(arriving)
-                stage = partial(self._staged_from, arriving, arriving if only_hashed else buckets[number])
+                stage = partial(self._staged_from, arriving, partial(take, number) if take else None)
                 digests[number] = stagers.submit(_beside(arriving.device, stage))
             return digests
 
@@ -184,17 +203,27 @@ class GroupReceiver:
             except BaseException:
                 self.close()  # so that no thread keeps waiting for a bucket
                 raise
-            received = checksum({number: staged.result() for part in parts for number, staged in part.items()})
+            received = checksum({number: done.result() for part in parts for number, done in part.items()})
             if writing is not None:
                 writing.end()
             return received
 
+    def _prepared_for(self, manifest: Manifest, pieces: Pieces) -> StagedPieces:
+        """The staging area for these pieces: that of the push before, if they are the same."""
+        staged = self._staged
+        if not isinstance(staged, StagedPieces) or (staged.manifest, staged.pieces) != (manifest, pieces):
+            self._staged = self._segment = None
+            pinned = self._device.type == "cuda" and self._staging is None
+            self._staged = staged = StagedPieces(manifest, pieces, self._staging, pinned=pinned)
+            self._settle()
+        return staged
+
     def _prepared(self, manifest: Manifest) -> Buckets:
-        """The staging area: that of the push before, if the manifest is the same."""
+        """The staging area for whole buckets: that of the push before, if the manifest is the same."""
         self._received += 1
-        known = self._staged is not None and self._staged.manifest == manifest
+        known = isinstance(self._staged, Buckets) and self._staged.manifest == manifest
         number = None
-        if self._workers > 1 and self._staging is None:
+        if self._workers > 1:
             meeting, key = self._groups[0], f"staged {self._first} {self._received}"
             if self._worker == 0:
                 if not known:
@@ -210,7 +239,7 @@ class GroupReceiver:
                 self._segment, self._number = None, number
                 self._segment = _attached(number, Buckets.size(manifest)) if number else None
             self._staged = self._area(manifest)
-        assert self._staged is not None
+        assert isinstance(self._staged, Buckets)
         return self._staged
 
     def _area(self, manifest: Manifest) -> Buckets:
@@ -220,37 +249,55 @@ class GroupReceiver:
             if gpu is not None:
                 pin(self._segment.data, self._segment, flags=READ_ONLY)
             return Buckets(manifest, memory=self._segment.data)
-        if self._staging is None:
+        if self._staging is None or self._workers > 1:
             return Buckets(manifest, memory=self._segment.data if self._segment else None, device=gpu)
         memory = torch.empty(Buckets.size(manifest), dtype=torch.uint8, device=self._staging)
-        if self._staging.type == "cuda":
-            # Buckets come on other streams, while this one may still use what was freed for the area.
-            torch.cuda.current_stream(self._staging).synchronize()
+        self._settle()
         return Buckets(manifest, memory=memory)
 
-    def _carriers(self, size: int, only_hashed: bool) -> list[torch.Tensor]:
-        """Memory in which buckets of up to `size` bytes arrive, if they do not stay where they arrive."""
-        if not only_hashed and (self._carrying is None or self._staging is not None):
-            return []
+    def _settle(self) -> None:
+        """Waits until the GPU is done with what was in the memory of a new area: buckets come on other streams."""
+        if self._staging is not None and self._staging.type == "cuda":
+            torch.cuda.current_stream(self._staging).synchronize()
+
+    @property
+    def _arrive_in_place(self) -> bool:
+        """True if whole buckets arrive where they are staged."""
+        return self._carrying is None or (self._staging is not None and self._workers == 1)
+
+    def _carriers(self, size: int) -> list[torch.Tensor]:
+        """Memory in which buckets of up to `size` bytes arrive that do not stay there."""
         return [torch.empty(size, dtype=torch.uint8, device=self._carrying) for _ in range(CARRIERS)]
 
-    def _staged_from(self, arrived: torch.Tensor, staged: torch.Tensor) -> bytes:
-        """Stages a bucket that has arrived; returns its digest."""
-        if arrived is not staged:
-            staged.copy_(arrived, non_blocking=True)
+    def _staged_from(self, arrived: torch.Tensor, take: Callable[[torch.Tensor], None] | None) -> bytes:
+        """Stages a bucket that has arrived, if it is not where it stays; returns its digest."""
+        if take is not None:
+            take(arrived)
         # As the sender computes it; on a GPU this waits for the copy as well.
         return digest(arrived) if self._carrying is None else device_digest(arrived)
 
     def buckets(self) -> Iterator[Bucket]:
         """The received buckets, in host memory or on the GPU. RuntimeError if the first of several workers has not
         received them all."""
-        assert self._staged is not None
+        assert isinstance(self._staged, Buckets)
         if self._segment is not None:
             self._loaded = self._segment.generation
             if self._loaded % 2:
                 raise RuntimeError("the first worker of this replica has not received all weights")
         for number, bucket in enumerate(self._staged.ranges):
             yield bucket, self._staged[number]
+
+    def weights(self, pieces: Pieces) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
+        """The pieces of each received weight, in host memory or on the GPU. Raises like `buckets`."""
+        if isinstance(self._staged, StagedPieces):
+            return self._staged.weights()
+        assert self._staged is not None
+        return cut(self._staged.manifest, self.buckets(), pieces)
+
+    def release(self) -> None:
+        """Frees the memory of whole buckets, which all workers share."""
+        if isinstance(self._staged, Buckets):
+            self._staged = self._segment = None
 
     def check(self) -> None:
         """Raises RuntimeError if the first of several workers has received other weights since `buckets`."""
@@ -328,7 +375,7 @@ class SharedReceiver:
         self.close()
         self._segments = [port for _, port in joining.senders]
 
-    def receive(self, manifest: Manifest) -> str:
+    def receive(self, manifest: Manifest, pieces: Pieces | None = None) -> str:
         """Verifies the shared weights; RuntimeError if they are not on this machine, or have changed since the
         push."""
         if self._shared is None or self._manifest != manifest:
@@ -339,6 +386,14 @@ class SharedReceiver:
         """The buckets in shared memory."""
         assert self._shared is not None
         return self._shared.buckets()
+
+    def weights(self, pieces: Pieces) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
+        """The pieces of each weight in shared memory."""
+        assert self._manifest is not None
+        return cut(self._manifest, self.buckets(), pieces)
+
+    def release(self) -> None:
+        """Does nothing: the memory is the learner's."""
 
     def check(self) -> None:
         """Raises RuntimeError if the learner has written other weights since `receive`."""

@@ -193,7 +193,7 @@ async def test_adapters_are_pushed_alone(
     engine: EngineProcess, tmp_path: Path, name: str, backend: str, workers: int, targets: tuple[str, ...] | None
 ) -> None:
     folder = FAMILIES[name].make(tmp_path / name)
-    own = {"weight_backend": backend, "tensor_parallel_size": workers}
+    own: dict[str, Any] = {"weight_backend": backend, "tensor_parallel_size": workers}
     given = {"rank": LORA.rank, "target_modules": targets, "alpha": 1}  # alpha is the learner's alone
     await engine.start(folder, adapters=given, **own)
     sides = Agreement(engine, folder, LORA.model_copy(update={"target_modules": targets}), adapters=True)

@@ -60,8 +60,10 @@ async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Qu
     lost."""
     reports = await quartet.services.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
     assert len(reports) == 2
-    version = 1 + max(report.policy_version for report in reports)
     source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=3))
+    before = 1 + max(report.policy_version for report in reports)
+    await push(quartet.services.rollout, source, before)  # to one that has begun since the last push, too
+    version = before + 1
     samples, repeated = await sampled_across(quartet, source, version, in_flight)
     assert {v for sample in samples for v, _, _ in sample.spans} == {version - 1, version}
     assert bool(repeated) == (in_flight == "abort")

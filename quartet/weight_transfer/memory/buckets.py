@@ -61,17 +61,21 @@ class Buckets:
         for number in self.numbers:
             size = _bytes(manifest, self.ranges[number])
             self._data[number] = memory[offset : offset + size]
-            offset += _aligned(size)
+            offset += aligned(size)
 
     @staticmethod
     def size(manifest: Manifest, sender: int = 0, senders: int = 1) -> int:
         """Size in bytes of a sender's share."""
         share = list(manifest.buckets())[sender::senders]
-        return sum(_aligned(_bytes(manifest, bucket)) for bucket in share)
+        return sum(aligned(_bytes(manifest, bucket)) for bucket in share)
 
     def __getitem__(self, number: int) -> torch.Tensor:
         """The bytes of bucket `number`: uint8, [bytes of the bucket]."""
         return self._data[number]
+
+    def take(self, number: int, arrived: torch.Tensor) -> None:
+        """Copies a bucket in that has arrived elsewhere; on a GPU the copy may still be under way afterwards."""
+        self._data[number].copy_(arrived, non_blocking=True)
 
     def fill(self, weights: Weights) -> Iterator[tuple[int, torch.Tensor]]:
         """Copies the weights in and yields each bucket of this share as soon as it is full: its number, and its bytes
@@ -128,7 +132,8 @@ def _bytes(manifest: Manifest, bucket: range) -> int:
     return sum(manifest.size(index) for index in bucket)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """The next multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

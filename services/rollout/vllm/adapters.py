@@ -4,14 +4,14 @@ vLLM is made for adapters of many users, from folders. Here they are of one poli
 loaded from memory while the engine is paused, in the place of those before, or of the oldest of several versions.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quartet.seams.vllm import keep_adapters, load_adapters
 from quartet.weight_transfer.manifest import Manifest
+from services.rollout.vllm.loading import Received
 
 
 class Adapters:
@@ -39,17 +39,17 @@ class Adapters:
         self.stale = load_adapters(runner, zeros, rank, self.place)
         """Layers that have no place for the adapters of the last update."""
 
-    def replace(
-        self, manifest: Manifest, buckets: Callable[[], Iterable[tuple[range, Tensor]]], check: Callable[[], None]
-    ) -> None:
-        """Loads all adapters. `buckets` gives them, and `check` raises if they changed while they were loaded; they
-        then need a further push."""
+    def pieces(self, manifest: Manifest) -> None:
+        """Says that vLLM divides adapters while it loads them: it needs them whole."""
+
+    def replace(self, manifest: Manifest, received: Received) -> None:
+        """Loads all adapters. RuntimeError if they changed while they were loaded; they then need a further push."""
         self._broken = self._versions == 1
-        received = {name: tensor for bucket, data in buckets() for name, tensor in manifest.cut(bucket, data)}
-        self.stale = load_adapters(self._runner, received, self._rank, self.place)
+        tensors = {name: tensor for bucket, data in received.buckets() for name, tensor in manifest.cut(bucket, data)}
+        self.stale = load_adapters(self._runner, tensors, self._rank, self.place)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        check()
+        received.check()
         self._broken = False
 
     def discard(self) -> bool:

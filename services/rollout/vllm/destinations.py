@@ -12,27 +12,10 @@ import torch
 from torch import Tensor
 
 from quartet.seams.torch import Operators, storage_of
+from quartet.weight_transfer.pieces import Piece, Pieces
 
 CONSTANTS = {"fill_", "zero_"}
 """Operators that write what no weight has a part in, such as zeros in the rows of a padded vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some numbers of a weight or of a memory: as in torch.as_strided, in elements."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor, offset: int = 0) -> "Piece":
-        """The numbers of a view; `offset` is that of the weight."""
-        return cls(tensor.storage_offset() - offset, tuple(tensor.shape), tensor.stride())
-
-    def within(self, tensor: Tensor) -> Tensor:
-        """The numbers as a view of the tensor."""
-        return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +34,41 @@ class Destinations:
     copies: Mapping[str, Sequence[tuple[Piece, Tensor]]]
     """Name of a weight -> pieces of it, each with its place in the model's memory."""
 
-    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the weights into place. RuntimeError if one is missing: the model is then a mixture."""
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of weights that are copied."""
+        return {name: [piece for piece, _ in copies] for name, copies in self.copies.items()}
+
+    def fill(self, weights: Iterable[tuple[str, Sequence[Tensor]]]) -> None:
+        """Copies the pieces of each weight into place, from any memory. RuntimeError if one is missing: the model is
+        then a mixture."""
         missing = set(self.copies)
-        for name, weight in weights:
-            for piece, place in self.copies.get(name, ()):
-                place.copy_(piece.within(weight))
+        for name, pieces in weights:
+            for piece, (_, place) in zip(pieces, self.copies.get(name, ()), strict=True):
+                place.copy_(near(piece, place), non_blocking=True)
             missing.discard(name)
         if missing:
             raise RuntimeError(f"{len(missing)} weights were not sent, such as {min(missing)}")
 
-    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
-        """True if the model holds these weights, number by number."""
-        pieces = (
-            (piece.within(weight), place) for name, weight in weights for piece, place in self.copies.get(name, ())
+    def hold(self, weights: Iterable[tuple[str, Sequence[Tensor]]]) -> bool:
+        """True if the model holds these pieces of each weight, number by number."""
+        return all(
+            torch.equal(near(piece, place).to(place.device, place.dtype), place)
+            for name, pieces in weights
+            for piece, (_, place) in zip(pieces, self.copies.get(name, ()), strict=True)
         )
-        return all(torch.equal(given.to(place.dtype), place) for given, place in pieces)
+
+
+def near(piece: Tensor, place: Tensor) -> Tensor:
+    """The piece, or a copy of it on the device of its place, if it is elsewhere and its numbers are scattered or of
+    another dtype. All that lies between them is copied too, as the host would take longer to gather or convert them.
+    """
+    alike = piece.is_contiguous() and piece.dtype == place.dtype
+    if piece.device == place.device or alike or not piece.numel():
+        return piece
+    span = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True))
+    between = piece.as_strided((span,), (1,)).to(place.device, non_blocking=True)
+    return between.as_strided(piece.shape, piece.stride())
 
 
 class Watch(Operators):

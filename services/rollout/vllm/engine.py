@@ -102,7 +102,7 @@ class VLLMEngine:
         self._resting = False
         """True while generation is paused for the learners."""
         self._unknown = False
-        """True if the workers may have loaded weights whose commit was given up."""
+        """True if workers may have loaded weights whose commit was given up, or failed in another one."""
         self._releases = bool(llm.model_config.enable_sleep_mode)
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.max_length = int(llm.model_config.max_model_len)
@@ -177,6 +177,14 @@ class VLLMEngine:
     async def join(self, init_info: dict[str, Any]) -> None:
         """Joins a push group; returns when all its members have joined."""
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._done()
+
+    async def _done(self) -> list[str]:
+        """Checksums of what the workers received last. Unavailable if one of them failed in what it did last."""
+        outcomes = await self.llm.collective_rpc("push_outcome")
+        if failures := [failure for failure, _ in outcomes if failure]:
+            raise Unavailable(failures[0])
+        return [checksum for _, checksum in outcomes]
 
     @_while_it_lives
     async def leave(self) -> None:
@@ -229,9 +237,12 @@ class VLLMEngine:
 
     @_while_it_lives
     async def receive(self, manifest: Manifest) -> str:
-        """Receives the weights; returns their checksum."""
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(manifest)))
-        checksums = set(await self.llm.collective_rpc("weights_checksum"))
+        """Receives the weights; returns their checksum. Of several workers each keeps its own pieces alone, once all
+        know which these are."""
+        fields = asdict(manifest)
+        pieces = self.workers > 1 and all(await self.llm.collective_rpc("knows_pieces", args=(fields,)))
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=fields | {"pieces": pieces}))
+        checksums = set(await self._done())
         if len(checksums) != 1:
             raise Unavailable(f"the engine's workers received different bytes: {sorted(checksums)}")
         self._received = str(checksums.pop())
@@ -242,8 +253,10 @@ class VLLMEngine:
         """Puts the received weights into service under this version and resumes generation."""
         try:
             await self.llm.finish_weight_update(str(version))
-        except asyncio.CancelledError:
-            # The workers go on. Of several versions of adapters no request is computed with the last before `serve`.
+            await self._done()
+        except BaseException:
+            # Given up, the workers go on; of several one may have failed alone. Of several versions of adapters no
+            # request is computed with the last before `serve`.
             self._unknown = self._config.adapter_versions == 1
             raise
         self._unknown = False

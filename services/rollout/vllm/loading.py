@@ -1,15 +1,29 @@
 """Loads new weights into vLLM's model, layer by layer at first, and keeps track of whether the model is complete."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quartet.seams import vllm
 from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.pieces import Pieces
 from services.rollout.vllm.destinations import Destinations, Watch
+
+
+class Received(Protocol):
+    """The weights that a push has brought, in memory of the host or the model's GPU."""
+
+    def buckets(self) -> Iterable[tuple[range, Tensor]]:
+        """All buckets in order: the numbers of their tensors in the manifest, and their bytes."""
+
+    def weights(self, pieces: Pieces) -> Iterable[tuple[str, Sequence[Tensor]]]:
+        """These pieces of each weight."""
+
+    def check(self) -> None:
+        """Raises RuntimeError if they changed since they were received."""
 
 
 class Loading:
@@ -35,37 +49,39 @@ class Loading:
         self._destinations: Destinations | None = None
         """The places of weights of that layout, if they can."""
 
-    def replace(
-        self, manifest: Manifest, buckets: Callable[[], Iterable[tuple[range, Tensor]]], check: Callable[[], None]
-    ) -> None:
-        """Loads a complete set of weights: layer by layer, or straight into place where the first load of weights of
-        this layout has shown where that is.
+    def pieces(self, manifest: Manifest) -> Pieces | None:
+        """The pieces of such weights that are copied straight into place. None if they are loaded layer by layer."""
+        found = self._straight(manifest)
+        return None if found is None else found.pieces
 
-        Args:
-            manifest: their layout.
-            buckets: gives the buckets, from memory of the host or the model's GPU, each time that it is called.
-            check: raises if the weights changed while they were loaded; the model then needs a further push.
-        """
-        layout = (manifest.names, manifest.dtypes, manifest.shapes)
-        if layout == self._layout and self._destinations is not None:
+    def replace(self, manifest: Manifest, received: Received) -> None:
+        """Loads a complete set of weights of this layout: layer by layer, or straight into place where the first load
+        of such weights has shown where that is. RuntimeError if they changed while they were loaded; the model then
+        needs a further push."""
+        if (found := self._straight(manifest)) is not None:
             self.broken = True
-            self._destinations.fill(self._tensors(manifest, buckets()))
+            found.fill(received.weights(found.pieces))
             self._wait()
-            check()
+            received.check()
             self.broken = False
             return
+        layout = _layout(manifest)
         watch = nullcontext() if layout == self._layout else Watch()
         with watch as watching:
             self.take_apart()
-            self.load(manifest, buckets(), watching)
-            self.put_together(check)
+            self.load(manifest, received.buckets(), watching)
+            self.put_together(received.check)
         if watching is not None:
-            self._learn(layout, watching, self._tensors(manifest, buckets()))
+            self._learn(layout, watching, received)
 
-    def _learn(self, layout: Any, watched: Watch, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _straight(self, manifest: Manifest) -> Destinations | None:
+        """The places of such weights, if they are known and can be copied there."""
+        return self._destinations if _layout(manifest) == self._layout else None
+
+    def _learn(self, layout: Any, watched: Watch, received: Received) -> None:
         """Keeps the places that a load has shown, if the model holds these weights there."""
         found = None if vllm.packed_copies(self._model) else watched.destinations(self._model)
-        if found is None or found.hold(weights):
+        if found is None or found.hold(received.weights(found.pieces)):
             self._layout, self._destinations = layout, found
 
     def take_apart(self) -> None:
@@ -138,6 +154,11 @@ class Loading:
         embeddings' weights."""
         vllm.pack_again(self._packed)
         self._packed = {}
+
+
+def _layout(manifest: Manifest) -> Any:
+    """The part of a manifest that says where its weights go."""
+    return manifest.names, manifest.dtypes, manifest.shapes
 
 
 def _sharing_nothing(model: torch.nn.Module, empty: list[str]) -> list[str]:

@@ -6,7 +6,9 @@ the GPU, kept from push to push (with ipc and cuda-ipc it is the learner's copy)
 weights before they are verified, and have no deadlines.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +26,8 @@ from services.rollout.vllm.adapters import Adapters
 from services.rollout.vllm.loading import Loading
 from services.rollout.vllm.sampling import continue_seeds
 
+log = logging.getLogger("quartet")
+
 NAME = "quartet"
 """Name under which plugin.py registers the engine with vLLM."""
 
@@ -35,12 +39,14 @@ class JoiningInfo(Joining, WeightTransferInitInfo):
 
 @dataclass
 class PackedUpdateInfo(WeightTransferUpdateInfo):
-    """The fields of a Manifest."""
+    """The fields of a Manifest, and what each worker keeps."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
     shapes: Sequence[Sequence[int]]
     bucket_bytes: int
+    pieces: bool = False
+    """True if each worker keeps its own pieces alone, which all of the replica's know (`knows_pieces`)."""
 
 
 class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdateInfo]):
@@ -54,6 +60,8 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         super().__init__(*args, **kwargs)
         self.checksum = ""
         """Checksum of the bytes received last."""
+        self.failure = ""
+        """Reason for which the last join, receipt or load failed; empty if it did not."""
         self._loading: Loading | Adapters = Loading(self.model, self.model_config, self.device)
         self._backend = ""
         self._receiver: Receiver | None = None
@@ -73,21 +81,34 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         assert isinstance(self._loading, Adapters)
         self._loading.place = place
 
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Context whose exceptions become `failure`. vLLM leaves the answers of a replica's other workers unread once
+        one has raised, and takes them for those to later calls."""
+        self.failure = ""
+        try:
+            yield
+        except Exception as error:
+            log.warning("push: %s: %s", type(error).__name__, error)
+            self.failure = f"{type(error).__name__}: {error}"
+
     def init_transfer_engine(self, init_info: JoiningInfo) -> None:
         """Joins the members of a new group, leaving the one before."""
-        if self._receiver is None or init_info.backend != self._backend:
-            self.shutdown()
-            self._receiver, self._backend = make_receiver(init_info.backend, self.device), init_info.backend
-        own = self.parallel_config
-        rank = init_info.rank + own.rank
-        self._receiver.join(replace(init_info, rank=rank, worker=own.rank, workers=own.world_size))
+        with self._noting_failure():
+            if self._receiver is None or init_info.backend != self._backend:
+                self.shutdown()
+                self._receiver, self._backend = make_receiver(init_info.backend, self.device), init_info.backend
+            own = self.parallel_config
+            rank = init_info.rank + own.rank
+            self._receiver.join(replace(init_info, rank=rank, worker=own.rank, workers=own.world_size))
 
     def start_weight_update(self) -> None:
         """Does nothing: the model stays as it is until the finish."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receives the weights, without the base class's synchronisation of an accelerator, which a CPU lacks."""
-        self.receive_weights(self.parse_update_info(update_info))
+        with self._noting_failure():
+            self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PackedUpdateInfo) -> None:
         """Receives every bucket and computes the checksum.
@@ -99,17 +120,26 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
             raise RuntimeError("no transfer group: prepare comes before transfer")
         self._manifest = manifest = Manifest.from_fields(vars(update_info))
         try:
-            self.checksum = self._receiver.receive(manifest)
+            pieces = self._loading.pieces(manifest) if update_info.pieces else None
+            self.checksum = self._receiver.receive(manifest, pieces)
         except BaseException:
             self.shutdown()
             raise
 
+    def knows_pieces(self, manifest: Manifest) -> bool:
+        """True if pieces of such weights are all that this worker needs. Then it frees the memory that held all."""
+        known = self._loading.pieces(manifest) is not None
+        if known and self._receiver is not None:
+            self._receiver.release()
+        return known
+
     def finish_weight_update(self) -> None:
-        """Loads the received weights. RuntimeError if they changed meanwhile: the model can then only receive
+        """Loads the received weights. It is a failure if they changed meanwhile: the model can then only receive
         again."""
-        assert self._receiver is not None
-        assert self._manifest is not None
-        self._loading.replace(self._manifest, self._receiver.buckets, self._receiver.check)
+        with self._noting_failure():
+            assert self._receiver is not None
+            assert self._manifest is not None
+            self._loading.replace(self._manifest, self._receiver)
 
     def discard(self) -> bool:
         """Ends a push without its weights; True if the model still has its old weights."""
@@ -140,6 +170,10 @@ class WorkerExtension:
         """Has the next push's adapters put in this place, from 0."""
         self.weight_transfer_engine.put_adapters_at(place)
 
+    def knows_pieces(self, fields: Mapping[str, Any]) -> bool:
+        """True if pieces of the weights of a manifest with these fields are all that this worker needs of them."""
+        return bool(self.weight_transfer_engine.knows_pieces(Manifest.from_fields(fields)))
+
     def continue_seeds(self) -> None:
         """Makes this worker continue the seeds of responses that it did not begin."""
         continue_seeds(self.model_runner)
@@ -148,9 +182,10 @@ class WorkerExtension:
         """UUID of this worker's GPU; empty on a CPU."""
         return gpu_uuid(self.weight_transfer_engine.device)
 
-    def weights_checksum(self) -> str:
-        """Checksum of the bytes that this worker received last."""
-        return str(self.weight_transfer_engine.checksum)
+    def push_outcome(self) -> tuple[str, str]:
+        """Reason for which this worker's last act in a push failed, empty if it did not, and the checksum of what it
+        received last."""
+        return str(self.weight_transfer_engine.failure), str(self.weight_transfer_engine.checksum)
 
     def stale_weights(self) -> list[str]:
         """Layers that the last update brought no weights for."""

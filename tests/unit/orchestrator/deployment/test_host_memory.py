@@ -13,6 +13,7 @@ from orchestrator.deployment.host_memory import (
     SHARED,
     STAGED,
     SYSTEM,
+    WHOLE,
     HostPart,
     host_parts,
     most_on_one,
@@ -63,14 +64,16 @@ def needs(parts: list[HostPart], name: str) -> dict[str, int]:
 def test_each_replica_stages_all_weights_and_the_sender_has_a_copy(files: Files) -> None:
     copy = 2 * LLAMA["70B"].parameters
     _, parts = files.load("ppo-70b-32gpu")
-    assert needs(parts, "rollout")[STAGED] == copy  # for all of its four workers
+    assert needs(parts, "rollout")[WHOLE] == copy  # for all of its four workers
     assert needs(parts, "policy")[SENT] == copy
     # Two send a half each; through shared memory nothing is staged, nor on GPUs.
     _, parts = files.load("ppo-70b-32gpu", **{"{backend: nccl,": "{backend: nccl, senders: 2,"})
     assert [dict(part.needs).get(SENT, 0) for part in parts if part.name == "policy"] == [copy // 2] * 2 + [0] * 6
     _, parts = files.load("ppo-70b-32gpu", **{"{backend: nccl": "{backend: nccl, stage: gpu"})
-    assert STAGED not in needs(parts, "rollout")
+    assert needs(parts, "rollout")[WHOLE] == copy  # until they know their parts, which then stay on their GPUs
     assert SENT not in needs(parts, "policy")
+    _, parts = files.load("ppo-8b-8gpu", **{"weights: {": "weights: {backend: nccl, stage: gpu, "})
+    assert STAGED not in needs(parts, "rollout")
     _, parts = files.load("ppo-8b-8gpu", **{"weights: {": "weights: {backend: ipc, "})
     assert needs(parts, "policy")[SHARED] == 2 * LLAMA["8B"].parameters
     assert STAGED not in needs(parts, "rollout")
@@ -147,6 +150,10 @@ def test_a_shortage_names_the_largest_part_and_what_makes_it_less(files: Files) 
     assert f"is {OPTIMIZER} of policy: leave out adam_offload" in problem
     staged = 2 * 2 * LLAMA["70B"].parameters / GIB
     [problem] = shortage([one for one in parts if one.name == "rollout"], 200 * GIB, 8)
+    assert f"the largest part, {staged:.0f}, is {WHOLE} of rollout: put less on a host" in problem
+    _, parts = files.load("ppo-8b-8gpu")
+    staged = 4 * 2 * LLAMA["8B"].parameters / GIB
+    [problem] = shortage([one for one in parts if one.name == "rollout"], 60 * GIB, 4)
     assert f"the largest part, {staged:.0f}, is {STAGED} of rollout: set weights.stage to gpu where" in problem
     assert not list(shortage([part("policy", 6)], 10 * GIB, None))
     assert list(shortage([part("policy", 6.1)], 10 * GIB, None))

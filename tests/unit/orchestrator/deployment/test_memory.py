@@ -260,6 +260,19 @@ def test_a_push_through_the_gpu_needs_room_for_one_more_copy(tmp_path: Path) -> 
     assert staged == (least + copy, learning + copy)
 
 
+def test_of_a_push_through_the_gpus_several_workers_have_a_part_each(tmp_path: Path) -> None:
+    file, copy = Path(__file__).parents[4] / "deploy" / "ppo-70b-32gpu.yaml", 2 * LLAMA["70B"].parameters
+    sizes = []
+    for stage in ("host", "gpu"):
+        changed = tmp_path / f"{stage}.yaml"
+        changed.write_text(
+            file.read_text().replace("weights: {backend: nccl,", f"weights: {{backend: nccl, stage: {stage},")
+        )
+        parts = footprints(load(changed, tmp_path), 80 * GIB, lambda folder: LLAMA["70B"])
+        sizes.append({part.name: part.size for part in parts})
+    assert sizes[1]["rollout"] - sizes[0]["rollout"] == copy // 4
+
+
 @pytest.mark.parametrize(
     ("scale", "count"),
     [

@@ -599,10 +599,10 @@ def test_a_bucket_arrives_while_the_one_before_is_staged(monkeypatch: pytest.Mon
         broadcast(data)
         arrived.release()
 
-    def slowly(data: torch.Tensor, staged: torch.Tensor) -> bytes:
+    def slowly(data: torch.Tensor, take: Any) -> bytes:
         if len(waited) < 4:  # the last one is followed by none
             waited.append([arrived.acquire(timeout=60) for _ in range(2 if not waited else 1)])
-        return stage(data, staged)
+        return stage(data, take)
 
     pair.receiver._groups[0].broadcast = told  # type: ignore[method-assign]
     monkeypatch.setattr(pair.receiver, "_staged_from", slowly)

@@ -4,6 +4,7 @@ import gc
 import glob
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,7 @@ from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.buckets import Buckets, checksum
 from quartet.weight_transfer.memory.pinning import READ_ONLY
 from quartet.weight_transfer.memory.shared_memory import Segment
+from quartet.weight_transfer.pieces import Piece
 from quartet.weight_transfer.receiver import GroupReceiver, Joining
 from quartet.weight_transfer.sender import GroupSender
 from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
@@ -65,12 +67,13 @@ class Replica:
             ]
         )
 
-    def push(self, number: int) -> list[str]:
-        """The checksums of the workers; that of the sender is the same."""
+    def push(self, number: int, *, pieces: bool = False) -> list[str]:
+        """The checksums of the workers; that of the sender is the same. With `pieces` each keeps its own alone."""
         received: dict[int, str] = {}
 
         def receives(worker: int) -> None:
-            received[worker] = self.workers[worker].receive(self.manifest)
+            own = self.pieces(worker) if pieces else None
+            received[worker] = self.workers[worker].receive(self.manifest, own)
 
         self.sender.load(self.weights.items(), number)
         sent: list[str] = []
@@ -93,6 +96,26 @@ class Replica:
         }
         receiver.check()
         return loaded
+
+    def pieces(self, worker: int) -> dict[str, list[Piece]]:
+        """A worker's pieces: its share of the numbers of each weight."""
+        each = 4 // len(self.workers)
+        return {name: [Piece(worker * each, (each,), (1,))] for name in self.weights}
+
+    def taken(self, worker: int) -> dict[str, list[float]]:
+        """The numbers of its pieces as a worker copies them into place."""
+        weights = self.workers[worker].weights(self.pieces(worker))
+        taken = {name: piece.to(self._device).tolist() for name, [piece] in weights}
+        self.workers[worker].check()
+        return taken
+
+    def shares(self) -> list[dict[str, list[float]]]:
+        """The numbers that `taken` should give of each worker."""
+        each = 4 // len(self.workers)
+        return [
+            {name: numbers[worker * each : (worker + 1) * each] for name, numbers in self.expected.items()}
+            for worker in range(len(self.workers))
+        ]
 
     @property
     def expected(self) -> dict[str, list[float]]:
@@ -198,33 +221,64 @@ def test_a_replica_stages_once_whatever_its_workers(made: list[int], workers: in
     replica.close()
 
 
-def test_only_the_first_worker_copies_weights_to_the_host() -> None:
-    with FakeDevice().counting() as device:
-        replica = Replica(wire=CARRIED, device=DEVICE)
-        replica.join()
-        replica.push(1)
-        device.copied.clear()
-        replica.push(2)
-        # The sender's copy and the first worker's; all but the last two buckets come back to be sent.
-        assert device.copied == {("", DOWN): 2 * 4 * 16, ("", UP): 2 * 16}
-        assert [replica.loaded(worker) for worker in range(2)] == [replica.expected] * 2
-        assert device.copied["", UP] == 2 * 16 + 2 * 4 * 16
-        replica.close()
-
-
-def test_one_worker_or_staging_on_gpus_shares_nothing(made: list[int]) -> None:
+def test_one_worker_shares_nothing(made: list[int]) -> None:
     alone = Replica(1)
     alone.join()
     alone.push(1)
     assert alone.loaded(0) == alone.expected
     alone.close()
-    with FakeDevice().counting():
-        on_gpus = Replica(wire=CARRIED, device=DEVICE, on_gpu=True)
-        on_gpus.join()
-        on_gpus.push(1)
-        assert [on_gpus.loaded(worker) for worker in range(2)] == [on_gpus.expected] * 2
-        on_gpus.close()
     assert made == []
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_each_worker_keeps_its_pieces_once_they_are_known(made: list[int], workers: int) -> None:
+    before, replica = open_here(), Replica(workers)
+    replica.join()
+    replica.push(1)
+    assert [replica.taken(worker) for worker in range(workers)] == replica.shares()
+    assert len(open_here() - before) == 1
+    for worker in replica.workers:
+        worker.release()
+    assert open_here() == before
+    for number in (2, 3):
+        replica.take(10.0 * number)
+        replica.push(number, pieces=True)
+        assert [replica.taken(worker) for worker in range(workers)] == replica.shares()
+    # From membership to membership.
+    areas = [worker._staged for worker in replica.workers]
+    replica.take(-1.0)
+    replica.join()
+    replica.push(4, pieces=True)
+    assert [replica.taken(worker) for worker in range(workers)] == replica.shares()
+    assert all(worker._staged is area for worker, area in zip(replica.workers, areas, strict=True))
+    assert len(made) == 1
+    # Others are whole at first, and those after them are not the ones before.
+    replica.take(5.0, count=6)
+    replica.join()
+    replica.push(5)
+    assert [replica.loaded(worker) for worker in range(workers)] == [replica.expected] * workers
+    assert len(made) == 2
+    replica.push(6, pieces=True)
+    assert [replica.taken(worker) for worker in range(workers)] == replica.shares()
+    assert open_here() == before
+    replica.close()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
+def test_bytes_that_workers_copy_between_host_and_device(on_gpu: bool) -> None:
+    """Whole weights come by way of the host, also where pieces stay on the GPUs, which may have no room for all."""
+    with FakeDevice().counting() as device:
+        replica = Replica(wire=CARRIED, device=DEVICE, on_gpu=on_gpu)
+        replica.join()
+        whole, back = 4 * 16, 0 if on_gpu else 2 * 16
+        by_sender = 0 if on_gpu else whole
+        for pieces, down, up in ((False, whole, 2 * whole), (True, *((0, 0) if on_gpu else (whole, whole)))):
+            device.copied.clear()
+            replica.push(2, pieces=pieces)
+            took = replica.taken if pieces else replica.loaded
+            assert [took(worker) for worker in range(2)] == (replica.shares() if pieces else [replica.expected] * 2)
+            assert device.copied == Counter({("", DOWN): by_sender + down, ("", UP): back + up})
+        replica.close()
 
 
 def test_without_room_for_sharing_each_worker_stages_its_own(
@@ -253,7 +307,7 @@ def test_weights_that_the_first_worker_has_not_all_received_are_not_loaded() -> 
     first, second = replica.workers
     stage = first._staged_from
 
-    def fails(arrived: torch.Tensor, staged: torch.Tensor) -> bytes:
+    def fails(arrived: torch.Tensor, take: Any) -> bytes:
         raise RuntimeError("a copy failed")
 
     first._staged_from = fails  # type: ignore[method-assign]

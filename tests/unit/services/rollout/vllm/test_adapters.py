@@ -1,6 +1,7 @@
 """Adapters of an engine between pushes: where each push's are put, and which of them one that fails leaves."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,16 +43,13 @@ def test_a_push_that_changed_while_it_was_loaded_leaves_other_versions_if_any_an
 
     made.place = place
 
-    def changed() -> None:
-        raise RuntimeError("changed")
-
-    def buckets() -> Any:
-        return zip(manifest.buckets(), data, strict=True)
-
+    received = Mock()
+    received.buckets = lambda: zip(manifest.buckets(), data, strict=True)
+    received.check.side_effect = [RuntimeError("changed"), None]
     with pytest.raises(RuntimeError, match="changed"):
-        made.replace(manifest, buckets, changed)
+        made.replace(manifest, received)
     assert made.discard() == (versions > 1)
-    made.replace(manifest, buckets, lambda: None)
+    made.replace(manifest, received)
     assert made.discard()
     assert [at for at, _ in loaded] == [0, place, place]
     for (_, tensors), value in zip(loaded, (0.0, 1.5, 1.5), strict=True):

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from services.rollout.vllm.destinations import Destinations, Watch
+from services.rollout.vllm.destinations import Destinations, Watch, near
+from tests.fake_device import DEVICE, UP, FakeDevice
 
 Load = Callable[[nn.Module, torch.Tensor], Any]
 
@@ -28,6 +30,13 @@ def loaded(load: Load, model: nn.Module, weight: torch.Tensor) -> Destinations |
         for _, given in watch.named([("w", weight)]):
             load(model, given)
     return watch.destinations(model)
+
+
+def pieces_of(found: Destinations, **weights: torch.Tensor) -> list[tuple[str, list[torch.Tensor]]]:
+    """The pieces of these weights."""
+    return [
+        (name, [piece.within(weight) for piece in found.pieces.get(name, ())]) for name, weight in weights.items()
+    ]
 
 
 def straight(model: Any, weight: torch.Tensor) -> None:
@@ -74,13 +83,13 @@ def test_a_weight_is_copied_to_where_a_load_brought_it(load: Load, shape: tuple[
     assert found is not None
     row = torch.randn(9 + torch.Size(shape).numel())
     second = row[9:].view(shape)  # a bucket holds others as well
-    found.fill([("other", row[:9]), ("w", second)])
+    found.fill(pieces_of(found, other=row[:9], w=second))
     load(expected, second)
     assert torch.equal(model.weight, expected.weight)
-    assert found.hold([("w", second)])
-    assert not found.hold([("w", second + 1)])
+    assert found.hold(pieces_of(found, w=second))
+    assert not found.hold(pieces_of(found, w=second + 1))
     with pytest.raises(RuntimeError, match=r"1 weights were not sent, such as w"):
-        found.fill([("other", second)])
+        found.fill(pieces_of(found, other=second))
 
 
 def doubled(model: Any, weight: torch.Tensor) -> None:
@@ -134,6 +143,37 @@ def test_weights_of_another_dtype_are_converted_as_they_were() -> None:
     found = loaded(straight, model, torch.randn(2, 4))
     assert found is not None
     second = torch.randn(2, 4)
-    found.fill([("w", second)])
+    found.fill(pieces_of(found, w=second))
     assert torch.equal(model.weight[1:3], second.to(torch.bfloat16))
-    assert found.hold([("w", second)])
+    assert found.hold(pieces_of(found, w=second))
+
+
+@pytest.mark.parametrize(
+    ("piece", "dtype", "copied"),
+    [
+        (torch.arange(12.0).view(3, 4)[1:], torch.float32, None),
+        # Eight of ten numbers from the second one on.
+        (torch.arange(12.0).view(2, 6)[:, 1:5], torch.float32, 10),
+        (torch.arange(12.0).view(3, 4).t(), torch.float32, 12),
+        (torch.arange(12.0).view(3, 4)[1:], torch.bfloat16, 8),
+        (torch.zeros(3, 0).t(), torch.bfloat16, None),
+    ],
+    ids=["in a row", "some columns", "turned", "another dtype", "nothing"],
+)
+def test_scattered_numbers_come_to_the_device_with_what_lies_between(
+    piece: torch.Tensor, dtype: torch.dtype, copied: int | None
+) -> None:
+    came = near(piece, torch.empty(0, dtype=dtype, device="meta"))
+    if copied is None:
+        assert came is piece
+    else:
+        assert (came.device.type, came.untyped_storage().nbytes()) == ("meta", copied * 4)
+        assert (came.shape, came.stride(), came.dtype) == (piece.shape, piece.stride(), piece.dtype)
+    assert near(piece, torch.empty(0, dtype=dtype)) is piece
+
+
+def test_what_comes_to_the_device_are_the_same_numbers() -> None:
+    with FakeDevice().counting() as device:
+        piece, place = torch.arange(12.0).view(2, 6)[:, 1:5], Mock(device=DEVICE, dtype=torch.float32)
+        assert near(piece, place).tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]]
+        assert device.copied == {("", UP): 10 * 4}

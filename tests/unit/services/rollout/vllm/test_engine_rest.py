@@ -9,6 +9,7 @@ import pytest
 
 from quartet.models.loading import shape_of_causal
 from quartet.weight_transfer.expected import ExpectedWeights
+from quartet.wire.errors import Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import NO_VERSION
 from services.rollout.vllm.engine import VLLMEngine
@@ -21,6 +22,9 @@ AWAKE = ("wake_up", {"tags": ["kv_cache"]})
 class Llm(RecordedEngine):
     """One that was started with or without the allocator that releases memory; its workers have an old model."""
 
+    failure = ""
+    """Answer of the second of its workers to a load."""
+
     def __init__(self, *, releases: bool, whole: bool = True) -> None:
         super().__init__()
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 64, max_model_len=32, enable_sleep_mode=releases)
@@ -28,7 +32,7 @@ class Llm(RecordedEngine):
 
     async def collective_rpc(self, method: str) -> list[Any]:
         self.calls.append(method)
-        return [self._whole if method == "abort_weight_update" else "sum"]
+        return [self._whole] * 2 if method == "abort_weight_update" else [("", "sum"), (self.failure, "sum")]
 
     def names(self) -> list[str]:
         names = [call if isinstance(call, str) else call[0] for call in self.calls]
@@ -53,7 +57,12 @@ async def test_the_cache_comes_back_at_the_commit_and_generation_is_paused_once(
     await engine.pause("wait")
     assert llm.names() == ["close_weight_update", "start_weight_update"]
     await engine.commit(5)
-    assert llm.calls == [("finish_weight_update", {"weight_version": "5"}), AWAKE, "resume_generation"]
+    assert llm.calls == [
+        ("finish_weight_update", {"weight_version": "5"}),
+        "push_outcome",
+        AWAKE,
+        "resume_generation",
+    ]
     llm.calls.clear()
     # The next push finds nothing released.
     await engine.pause("keep")
@@ -112,6 +121,22 @@ async def test_weights_whose_commit_was_given_up_are_not_served_as_the_old_ones(
     await engine.commit(6)
     assert await engine.abort()
     assert engine.version == 6
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+async def test_weights_that_one_of_several_workers_could_not_load_are_not_served(
+    policy_folder: Path, versions: int
+) -> None:
+    """Though each of them says that its own model is whole: it is the new one in some, the old one in others."""
+    llm = Llm(releases=False)
+    engine = make(llm, policy_folder, adapters={"rank": 2}, adapter_versions=versions)
+    llm.failure = "RuntimeError: other weights meanwhile"
+    with pytest.raises(Unavailable, match=r"^RuntimeError: other weights meanwhile$"):
+        await engine.commit(5)
+    assert (await engine.abort(), engine.version) == ((False, NO_VERSION) if versions == 1 else (True, 0))
+    llm.failure = ""
+    await engine.commit(6)
+    assert (await engine.abort(), engine.version, engine.checksum) == (True, 6, "sum")
 
 
 @pytest.mark.parametrize(("versions", "oldest"), [(1, 13), (3, 13), (11, 10)])

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from quartet.seams import vllm
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.buckets import Buckets
+from quartet.weight_transfer.pieces import Pieces, cut
 from services.rollout.vllm import destinations
 from services.rollout.vllm.loading import _sharing_nothing
 from services.rollout.vllm.transfer import JoiningInfo, QuartetWeightTransferEngine, WorkerExtension
@@ -77,23 +79,32 @@ class Breaking:
     """A receiver that has weights, and fails before one of its buckets when it is told to."""
 
     def __init__(self, bucket_bytes: int) -> None:
-        self.weights = fresh_weights()
-        self.manifest = Manifest.of(self.weights, bucket_bytes)
+        self.sent = fresh_weights()
+        self.manifest = Manifest.of(self.sent, bucket_bytes)
         self.breaks_at = -1
+        self.asked: list[Pieces | None] = []
+        self.released = 0
 
     def join(self, joining: Any) -> None:
         """Does nothing: the weights are here."""
 
-    def receive(self, manifest: Manifest) -> str:
+    def receive(self, manifest: Manifest, pieces: Pieces | None = None) -> str:
+        self.asked.append(pieces)
         return "sum"
+
+    def release(self) -> None:
+        self.released += 1
 
     def buckets(self) -> Iterator[tuple[range, torch.Tensor]]:
         filled = Buckets(self.manifest)
-        list(filled.fill(self.weights.items()))
+        list(filled.fill(self.sent.items()))
         for number, bucket in enumerate(filled.ranges):
             if number == self.breaks_at:
                 raise RuntimeError("connection reset")
             yield bucket, filled[number]
+
+    def weights(self, pieces: Pieces) -> Any:
+        return cut(self.manifest, self.buckets(), pieces)
 
     def check(self) -> None:
         """Does nothing: no sender writes here."""
@@ -121,19 +132,23 @@ class Worker(WorkerExtension):
         self.weight_transfer_engine = engine
         self._weight_update_active = False
 
-    def push(self) -> None:
+    def push(self, *, pieces: bool = False) -> None:
         """Updates as vLLM's GPUWorker does: an update that fails is not active any more."""
         manifest, engine = self.receiver.manifest, self.weight_transfer_engine
         engine.start_weight_update()
         self._weight_update_active = True
         fields = {name: list(getattr(manifest, name)) for name in ("names", "dtypes", "shapes")}
-        try:
-            engine.update_weights({**fields, "bucket_bytes": manifest.bucket_bytes})
-        except BaseException:
-            self._weight_update_active = False
-            raise
+        engine.update_weights({**fields, "bucket_bytes": manifest.bucket_bytes, "pieces": pieces})
+        self._raise_failure()
         engine.finish_weight_update()
         self._weight_update_active = False
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Ends a push as VLLMEngine does, which asks for the outcome."""
+        failure, _ = self.push_outcome()
+        if failure:
+            raise RuntimeError(failure)
 
     def state(self) -> dict[str, list[Any]]:
         return {name: parameter.tolist() for name, parameter in self.model.named_parameters()}
@@ -158,9 +173,9 @@ def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(
         worker.push()
     # vLLM's own flag is down; half of the weights are loaded all the same.
     assert not worker.abort_weight_update()
-    worker.receiver.breaks_at, worker.receiver.weights = -1, fresh_weights()
+    worker.receiver.breaks_at, worker.receiver.sent = -1, fresh_weights()
     worker.push()
-    assert worker.state() == fused(worker.receiver.weights)
+    assert worker.state() == fused(worker.receiver.sent)
     assert worker.abort_weight_update()
     # Graphs and kernels hold on to it.
     assert {name: parameter.data_ptr() for name, parameter in worker.model.named_parameters()} == memory
@@ -170,21 +185,42 @@ def opens(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Pushes new weights; True if the model's layers were opened for them."""
     open_layers = Mock(side_effect=vllm.open_layers)
     weights = fresh_weights()
-    worker.receiver.weights = {name: weights[name] for name in worker.receiver.manifest.names}
+    worker.receiver.sent = {name: weights[name] for name in worker.receiver.manifest.names}
     with monkeypatch.context() as patch:
         patch.setattr(vllm, "open_layers", open_layers)
         worker.push()
-    assert worker.state() == fused(worker.receiver.weights)
+    assert worker.state() == fused(worker.receiver.sent)
     return open_layers.called
 
 
 def test_pushes_go_straight_until_their_layout_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
     assert [opens(worker, monkeypatch) for _ in range(3)] == [True, False, False]
-    manifest = worker.receiver.manifest
+    manifest, own = worker.receiver.manifest, asdict(worker.receiver.manifest)
+    assert worker.knows_pieces(own)
     backwards = Manifest(manifest.names[::-1], manifest.dtypes[::-1], manifest.shapes[::-1], 128)
     worker.receiver.manifest = backwards
+    assert not worker.knows_pieces(asdict(backwards))
     assert [opens(worker, monkeypatch) for _ in range(2)] == [True, False]
+    assert not worker.knows_pieces(own)
+
+
+def test_only_of_weights_that_are_copied_straight_pieces_are_known_and_asked_for() -> None:
+    """The memory that held them whole is free by then."""
+    worker = Worker()
+    fields, receiver = asdict(worker.receiver.manifest), worker.receiver
+    assert not worker.knows_pieces(fields)
+    worker.push()
+    assert (receiver.asked, receiver.released) == ([None], 0)
+    assert worker.knows_pieces(fields)
+    assert receiver.released == 1
+    worker.push(pieces=True)
+    worker.push()
+    first, second, third = receiver.asked
+    assert (first, third) == (None, None)
+    assert second is not None
+    assert {name: len(pieces) for name, pieces in second.items()} == dict.fromkeys(receiver.sent, 1)
+    assert worker.state() == fused(receiver.sent)
 
 
 def test_weights_that_are_processed_are_loaded_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +235,7 @@ def test_weights_that_are_processed_are_loaded_layer_by_layer(monkeypatch: pytes
     worker = Worker()
     worker.model.layers[1].quant_method = Doubled()  # type: ignore[assignment]
     assert [opens(worker, monkeypatch) for _ in range(3)] == [True, True, True]
+    assert not worker.knows_pieces(asdict(worker.receiver.manifest))
 
 
 def test_a_model_with_a_packed_layer_is_loaded_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +265,7 @@ def test_a_push_without_all_weights_ends_with_a_mixture_that_is_known() -> None:
     worker.receiver.buckets = buckets  # type: ignore[method-assign]
     worker.push()
     assert worker.abort_weight_update()
-    assert worker.state() == fused(worker.receiver.weights)
+    assert worker.state() == fused(worker.receiver.sent)
 
 
 @pytest.mark.parametrize("before", [0, 1], ids=["layer by layer", "straight"])
@@ -247,10 +284,10 @@ def test_the_weights_are_checked_after_the_last_layer_is_closed(before: int) -> 
         with pytest.raises(RuntimeError, match="wrote other weights"):
             worker.push()
     assert not worker.abort_weight_update()
-    worker.receiver.weights = fresh_weights()
+    worker.receiver.sent = fresh_weights()
     worker.push()
     assert worker.abort_weight_update()
-    assert worker.state() == fused(worker.receiver.weights)
+    assert worker.state() == fused(worker.receiver.sent)
 
 
 def test_a_push_that_broke_off_before_loading_leaves_the_weights_as_they_were() -> None:
@@ -286,6 +323,16 @@ def test_a_worker_takes_the_place_of_its_rank_and_keeps_its_receiver_from_member
     engine.init_transfer_engine(JoiningInfo(**info | {"backend": "ipc", "senders": [["h", 7]]}))
     assert engine._receiver is not worker.receiver
     assert len(left) == 1
+
+
+def test_a_worker_says_why_it_did_not_join_and_does_not_raise() -> None:
+    """vLLM would take what it answers to this call for the answer to the next."""
+    worker = Worker()
+    worker.weight_transfer_engine.init_transfer_engine(JoiningInfo("unknown", [["127.0.0.1", 1]], 1, 2, 1, 1.0))
+    failure, _ = worker.push_outcome()
+    assert failure.startswith("ValueError: weights.backend: 'unknown' is not one of gloo, nccl")
+    worker.weight_transfer_engine.init_transfer_engine(JoiningInfo("ipc", [["127.0.0.1", 1]], 1, 2, 1, 1.0))
+    assert worker.push_outcome() == ("", "")
     assert worker.gpu() == ""
 
 
