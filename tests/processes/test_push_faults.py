@@ -103,9 +103,8 @@ PHASES = ["discover", "prepare", "transfer", "commit"]
 SILENCE_S = {"discover": CONTROL_S, "prepare": STALL_S + CONTROL_S, "transfer": TIMEOUT_S, "commit": COMMIT_S}
 """A frozen member is found by the silence of its phase, which has a deadline of its own, or sooner by questions
 meanwhile."""
-PATIENT = {"stall_s": 10.0, "control_s": 62.0, "timeout_s": 240.0, "commit_s": 60.0}
-"""Deadlines that a death is not waited for, since a dead member's connections break at once. But for stall_s:
-gloo often lets the others wait for a bucket until then, although their group is aborted."""
+PATIENT = {"stall_s": 60.0, "control_s": 62.0, "timeout_s": 240.0, "commit_s": 60.0}
+"""Deadlines that a death is not waited for, since a dead member's connections break at once."""
 SOON_S = 40.0
 
 

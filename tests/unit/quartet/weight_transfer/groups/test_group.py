@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -361,6 +362,53 @@ def test_a_member_that_does_not_receive_is_an_error_in_time_and_the_next_members
     groups[0].close()
     sender.join(2, 1)
     assert checksum(sender.send(1)) == checksum(sender._digests)
+    sender.close()
+
+
+def test_members_leave_a_transfer_by_gloo_that_a_member_holds_up_when_the_sender_abandons_it() -> None:
+    """The deadline is ten minutes. The next push has other memory, as gloo goes on with this one until then."""
+    large = {"w": torch.zeros(8 << 20)}  # 32 MiB, more than the sockets hold
+    manifest = Manifest.of(large, 1)
+    sender = GroupSender(manifest, gloo_wire(HOST), host=HOST, stall_s=600)
+    receiver, stopped, failures = GroupReceiver(CPU), list[Group](), dict[str, str]()
+    place: dict[str, Any] = {"world_size": 4, "membership": 1, "timeout_s": 600}
+
+    def fails(name: str, work: Callable[[], Any]) -> threading.Thread:
+        def run() -> None:
+            with pytest.raises(RuntimeError) as failed:
+                work()
+            failures[name] = str(failed.value)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def stop(rank: int) -> None:
+        """Joins as a member that receives nothing, as one that a signal has stopped."""
+        stopped.append(Group(find_store(HOST, sender.rendezvous(), 60), gloo_wire(HOST), rank=rank, **place))
+
+    # Behind one of the two others, from which it would have the weights.
+    joins = partial(receiver.join, Joining("gloo", [[HOST, sender.rendezvous()]], 3, 4, 1, 600))
+    joining = [threading.Thread(target=work) for work in (joins, partial(stop, 1), partial(stop, 2))]
+    for thread in joining:
+        thread.start()
+    sender.join(1, 4)
+    for thread in joining:
+        thread.join()
+    staged = receiver._prepared(manifest)
+    sender.load(large.items(), 1)
+    working = [fails("sender", lambda: sender.send(1)), fails("receiver", lambda: receiver.receive(manifest))]
+    time.sleep(0.5)
+    began = time.monotonic()
+    sender.abandon(1)
+    for thread in working:
+        thread.join(60)
+    assert time.monotonic() - began < 20
+    assert failures == dict.fromkeys(("sender", "receiver"), "this member has left the group")
+    assert receiver._prepared(manifest)[0].data_ptr() != staged[0].data_ptr()
+    for group in stopped:
+        group.close()  # which ends what gloo has still to do
+    _until(lambda: not left_behind())
     sender.close()
 
 
