@@ -3,27 +3,93 @@ is taken, the class of all dropouts, and a look at each operator. None has a pub
 
 import logging
 import os
+import threading
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 VERSIONS = ">=2.11,<2.14"
 log = logging.getLogger("quartet")
 
+FREEING = "free gloo group"
+"""Name of the threads that free groups which were aborted."""
+MOMENT = timedelta(milliseconds=1)
+"""The shortest wait that gloo knows."""
+LOOK = timedelta(milliseconds=100)
+"""Time between two looks of a waiting operation whether its group has been aborted."""
 
-def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
+
+class GlooGroup:
+    """A gloo group whose operations end when it is aborted, by this member or another.
+
+    Torch's own has no abort, and a broadcast whose first bytes have come or gone waits until its timeout even when
+    gloo has found its connection broken.
+    """
+
+    def __init__(self, group: ProcessGroupGloo) -> None:
+        """`group` has no other user."""
+        self._group: ProcessGroupGloo | None = group
+        self._aborted = threading.Event()
+
+    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> "GlooWork":
+        """Begins to send or receive the tensors. RuntimeError if the group was aborted."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group was aborted")
+        return GlooWork(group.broadcast(tensors, options), self._aborted)
+
+    def abort(self) -> None:
+        """Closes the connections to all members, after which no memory is written, and ends all waits."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # Gloo closes all connections of a group when a wait in it times out: here, a wait for bytes that nobody
+        # sends. For a member whose connection is closed it fails without having closed the others.
+        for member in range(group.size()):
+            if member != group.rank():
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1, dtype=torch.uint8)], member, 0).wait(MOMENT)
+        self._aborted.set()
+        # Freeing the group waits for what is left of its operations, at most until their timeout.
+        freeing = threading.Thread(target=[group].clear, daemon=True, name=FREEING)
+        del group
+        freeing.start()
+
+
+class GlooWork:
+    """An operation of a gloo group that has begun."""
+
+    def __init__(self, work: Work, aborted: threading.Event) -> None:
+        """`aborted` is set when the group is aborted."""
+        self._work, self._aborted = work, aborted
+
+    def wait(self, timeout: timedelta) -> None:
+        """Returns when the operation is done; RuntimeError if it fails or takes longer, or if the group is
+        aborted."""
+        until = time.monotonic() + timeout.total_seconds()
+        while not self._work.is_completed() and time.monotonic() < until:
+            if self._aborted.is_set():
+                raise RuntimeError("the group was aborted")
+            with suppress(RuntimeError):  # this wait's end ends nothing else
+                self._work.wait(LOOK)
+        self._work.wait(MOMENT)
+
+
+def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, host: str) -> GlooGroup:
     """A gloo group beside the default one, whose connections listen on `host`."""
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    return ProcessGroupGloo(store, rank, world_size, options)
+    return GlooGroup(ProcessGroupGloo(store, rank, world_size, options))
 
 
 def nccl_group(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:

@@ -202,8 +202,6 @@ class GroupReceiver:
                 parts = [first.result() for first in as_completed(coming)]
             except BaseException:
                 self.close()  # so that no thread keeps waiting for a bucket
-                if in_place and self._carrying is None:
-                    self._staged = self._segment = None  # gloo may still write there
                 raise
             received = checksum({number: done.result() for part in parts for number, done in part.items()})
             if writing is not None:

@@ -141,8 +141,8 @@ async def test_a_member_lost_before_a_phase_costs_one_attempt_at_most(
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=MORE)])  # ipc has no middle
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(fault: str, backend: str) -> None:
-    """A death is noticed at once, a silence at weights.stall_s and not at the end of the phase. Others answer the
-    abort when their own transfers have failed, at stall_s at the latest, which control_s leaves room for."""
+    """A death is noticed at once, a silence at weights.stall_s and not at the end of the phase. Then the others leave
+    the group, whatever they wait for."""
     patience = PATIENT | ({} if fault == "killed" else {"stall_s": STALL_S, "control_s": STALL_S + CONTROL_S})
     async with three(backend, **patience) as stage:
         stage.source.midway = lambda: stage.fleet.members["b"].signal(FAULTS[fault])

@@ -5,7 +5,6 @@ milliseconds, and a late member of an older group finds no peers there. Gloo and
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +24,9 @@ ABANDONED = "abandoned"
 ROLL_S = 0.01
 """Seconds between two looks of a member whether all others have come."""
 LOOK_S = 0.5
-"""Seconds between two looks of a member whether the sender has abandoned the group, or it has left by itself."""
+"""Seconds between two looks of a member whether the sender has abandoned the group."""
 MOMENT_S = 0.001
 """Shortest deadline that is given to a library, in seconds."""
-LEFT = "this member has left the group"
 ABORT_S = 2.0
 """Seconds in which an abort usually ends; a thread is left with one that takes longer."""
 
@@ -44,8 +42,6 @@ class Wire:
     """Makes the process group; RuntimeError if the members do not come in time."""
     device: torch.device | None = None
     """The GPU whose memory the library reads and writes; None: host memory."""
-    abort_ends: bool = True
-    """True if the library's abort ends operations that wait for another member."""
 
 
 class Group:
@@ -140,10 +136,9 @@ class Group:
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Sends `data`, uint8 in memory of the wire's device, from the sender to all members, or receives into it.
-        Blocks; RuntimeError on failure, and soon after this member has left the group. By gloo `data` may still be
-        read and written then, until the timeout."""
+        Blocks; RuntimeError on failure."""
         if self._group is None:
-            raise RuntimeError(LEFT)
+            raise RuntimeError("this member has left the group")
         options = BroadcastOptions()
         options.rootRank = SENDER
         options.rootTensor = 0
@@ -153,19 +148,8 @@ class Group:
             work = group.broadcast([data], options)
         finally:
             del group  # `close` explains why
-        until = time.monotonic() + self.timeout.total_seconds()
-        look_s = math.inf if self._wire.abort_ends else LOOK_S
         try:
-            while True:
-                left_s = max(until - time.monotonic(), MOMENT_S)
-                try:
-                    work.wait(timedelta(seconds=min(left_s, look_s)))
-                    return
-                except RuntimeError:
-                    if left_s <= look_s or work.is_completed():
-                        raise
-                    if self._group is None:
-                        raise RuntimeError(LEFT) from None
+            work.wait(self.timeout)
         finally:
             del work  # for the same reason: it holds the connections too
 
@@ -207,8 +191,8 @@ class Group:
         if group is None:
             return None
         thread = threading.Thread(target=_abort, args=(group,), daemon=True, name="push abort")
-        # Gloo closes its connections, by which the other members notice, only when the group is freed. A
-        # propagating exception may keep this object and its frames alive, so they must not hold the group.
+        # Freeing a group can wait for its operations, which is this thread's part. A propagating exception may keep
+        # this object and its frames alive, so they must not hold the group.
         del group
         thread.start()
         return thread

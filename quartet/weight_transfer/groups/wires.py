@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import Store
 
 from quartet.ranks.nccl_settings import BLOCKING_WAIT, DEFAULTS, ERROR_HANDLING, GIVE_UP
-from quartet.seams.torch import gloo_group, nccl_group
+from quartet.seams.torch import GlooGroup, gloo_group, nccl_group
 from quartet.weight_transfer.groups.group import Wire
 
 SETTINGS = {
@@ -49,10 +49,10 @@ def make_wire(backend: str, host: str, device: torch.device, stall_s: float) -> 
 def gloo_wire(host: str) -> Wire:
     """A gloo wire whose connections listen on `host`, this member's own address."""
 
-    def form(store: Store, rank: int, world_size: int, timeout: timedelta) -> ProcessGroupGloo:
+    def form(store: Store, rank: int, world_size: int, timeout: timedelta) -> GlooGroup:
         return gloo_group(store, rank, world_size, timeout, host)
 
-    return Wire(form, abort_ends=False)
+    return Wire(form)
 
 
 def nccl_wire(device: torch.device, stall_s: float) -> Wire:

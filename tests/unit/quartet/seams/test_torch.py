@@ -3,8 +3,12 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +20,87 @@ from quartet.seams import torch as seam
 def test_a_gloo_group_forms_beside_the_default_one_and_carries_bytes() -> None:
     group = seam.gloo_group(distributed.HashStore(), 0, 1, timedelta(seconds=20), "127.0.0.1")
     data = torch.arange(5, dtype=torch.uint8)
-    group.broadcast([data], distributed.BroadcastOptions()).wait()
+    group.broadcast([data], distributed.BroadcastOptions()).wait(timedelta(seconds=20))
     assert data.tolist() == [0, 1, 2, 3, 4]
     assert not distributed.is_initialized() or group is not distributed.group.WORLD
+
+
+def three_members() -> list[seam.GlooGroup]:
+    """A group's members, whose operations take up to ten minutes."""
+    store, forming = distributed.HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(3) as members:
+        return list(members.map(lambda rank: seam.gloo_group(store, rank, 3, forming, "127.0.0.1"), range(3)))
+
+
+def broadcast(group: seam.GlooGroup) -> None:
+    """Takes part in a broadcast by the first member."""
+    options = distributed.BroadcastOptions()
+    options.timeout = timedelta(minutes=10)
+    group.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)], options).wait(options.timeout)
+
+
+def test_a_member_that_aborts_a_gloo_group_waits_no_longer_and_its_connections_are_closed() -> None:
+    groups = three_members()
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as waiting:
+        ends = [waiting.submit(broadcast, group) for group in groups[1:]]
+        time.sleep(0.3)  # both wait for the first member by now; before, they would fail as well
+        groups[1].abort()
+        assert isinstance(ends[0].exception(60), RuntimeError)
+        assert not ends[1].done()
+        with pytest.raises(RuntimeError):
+            broadcast(groups[0])
+        groups[0].abort()
+        assert isinstance(ends[1].exception(60), RuntimeError)
+    groups[2].abort()
+    for group in groups:
+        group.abort()  # once more does nothing
+        with pytest.raises(RuntimeError, match=r"^the group was aborted$"):
+            broadcast(group)
+    assert time.monotonic() - began < 60
+
+
+class Operation:
+    """One of torch's, which never ends by itself."""
+
+    def __init__(self) -> None:
+        self.ended, self.error = threading.Event(), ""
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self.ended.wait(timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "aborts", "error", "expected"),
+    [
+        (600, True, "", "the group was aborted"),
+        (0.5, False, "", "Operation timed out!"),
+        (600, False, "connection closed", "connection closed"),
+        (600, False, "", None),
+    ],
+)
+def test_an_operation_of_a_gloo_group_is_waited_for_until_it_ends_or_is_late_or_aborted(
+    timeout_s: float, aborts: bool, error: str, expected: str | None
+) -> None:
+    """Gloo lets one that has begun wait on, though its connection is closed."""
+    operation: Any = Operation()
+    operation.error, aborted, began = error, threading.Event(), time.monotonic()
+    late = threading.Timer(0.4, aborted.set if aborts else operation.ended.set if timeout_s > 1 else lambda: None)
+    late.start()
+    failed = ""
+    try:
+        seam.GlooWork(operation, aborted).wait(timedelta(seconds=timeout_s))
+    except RuntimeError as failure:
+        failed = str(failure)
+    assert failed == (expected or "")
+    assert 0.3 < time.monotonic() - began < 30
+    late.join()
 
 
 @pytest.mark.parametrize("given", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -15,6 +15,7 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from quartet.ranks.nccl_settings import DEFAULTS, GIVE_UP, reserve
 from quartet.ranks.rendezvous import reach_store, serve_store
+from quartet.seams.torch import FREEING
 from quartet.weight_transfer import receiver as receiver_module
 from quartet.weight_transfer.groups import group as group_module
 from quartet.weight_transfer.groups.group import SENDER, Group, Wire, give_up
@@ -365,13 +366,14 @@ def test_a_member_that_does_not_receive_is_an_error_in_time_and_the_next_members
     sender.close()
 
 
+@pytest.mark.processes  # it waits for seconds
 def test_members_leave_a_transfer_by_gloo_that_a_member_holds_up_when_the_sender_abandons_it() -> None:
-    """The deadline is ten minutes. The next push has other memory, as gloo goes on with this one until then."""
+    """Gloo itself lets an operation that has begun wait until its deadline, also when its connection is closed."""
     large = {"w": torch.zeros(8 << 20)}  # 32 MiB, more than the sockets hold
     manifest = Manifest.of(large, 1)
-    sender = GroupSender(manifest, gloo_wire(HOST), host=HOST, stall_s=600)
+    sender = GroupSender(manifest, gloo_wire(HOST), host=HOST, stall_s=15)
     receiver, stopped, failures = GroupReceiver(CPU), list[Group](), dict[str, str]()
-    place: dict[str, Any] = {"world_size": 4, "membership": 1, "timeout_s": 600}
+    place: dict[str, Any] = {"world_size": 4, "membership": 1, "timeout_s": 15}
 
     def fails(name: str, work: Callable[[], Any]) -> threading.Thread:
         def run() -> None:
@@ -388,14 +390,13 @@ def test_members_leave_a_transfer_by_gloo_that_a_member_holds_up_when_the_sender
         stopped.append(Group(find_store(HOST, sender.rendezvous(), 60), gloo_wire(HOST), rank=rank, **place))
 
     # Behind one of the two others, from which it would have the weights.
-    joins = partial(receiver.join, Joining("gloo", [[HOST, sender.rendezvous()]], 3, 4, 1, 600))
+    joins = partial(receiver.join, Joining("gloo", [[HOST, sender.rendezvous()]], 3, 4, 1, 15))
     joining = [threading.Thread(target=work) for work in (joins, partial(stop, 1), partial(stop, 2))]
     for thread in joining:
         thread.start()
     sender.join(1, 4)
     for thread in joining:
         thread.join()
-    staged = receiver._prepared(manifest)
     sender.load(large.items(), 1)
     working = [fails("sender", lambda: sender.send(1)), fails("receiver", lambda: receiver.receive(manifest))]
     time.sleep(0.5)
@@ -403,12 +404,12 @@ def test_members_leave_a_transfer_by_gloo_that_a_member_holds_up_when_the_sender
     sender.abandon(1)
     for thread in working:
         thread.join(60)
-    assert time.monotonic() - began < 20
-    assert failures == dict.fromkeys(("sender", "receiver"), "this member has left the group")
-    assert receiver._prepared(manifest)[0].data_ptr() != staged[0].data_ptr()
+    assert time.monotonic() - began < 8
+    assert failures.keys() == {"sender", "receiver"}
     for group in stopped:
-        group.close()  # which ends what gloo has still to do
-    _until(lambda: not left_behind())
+        group.close()
+    assert not left_behind()
+    _until(lambda: FREEING not in {thread.name for thread in threading.enumerate()})
     sender.close()
 
 
