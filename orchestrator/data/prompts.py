@@ -150,13 +150,12 @@ class PromptStream:
         self._prompts, self._seed, self._each = prompts, seed, each
         self._orders: dict[int, NDArray[np.int64]] = {}
 
-    def dealt(self, first: int, count: int) -> list[Prompt]:
-        """The prompts of the samples `first` to `first + count - 1`; numbers count from 0."""
-        if first < 0 or count < 1:
-            raise ValueError(f"first, count: should be at least 0 and 1, got {first} and {count}")
-        size = len(self._prompts)
-        taken = [number // self._each for number in range(first, first + count)]
-        return [self._prompts[self._epoch(number // size)[number % size]] for number in taken]
+    def dealt(self, number: int) -> Prompt:
+        """The prompt of the sample with this number; numbers count from 0."""
+        if number < 0:
+            raise ValueError(f"number: should be at least 0, got {number}")
+        epoch, place = divmod(number // self._each, len(self._prompts))
+        return self._prompts[int(self._epoch(epoch)[place])]
 
     def _epoch(self, number: int) -> NDArray[np.int64]:
         if number not in self._orders:

@@ -65,7 +65,7 @@ def training_requests(
     block = config.batch_size
     draws = {which: _draws(config, which + 1, block) for which in {number // block for number in numbers}}
     seeds = [draws[number // block][number % block] for number in numbers]
-    dealt = [prompts.dealt(number, 1)[0] for number in numbers]
+    dealt = [prompts.dealt(number) for number in numbers]
     groups = _groups(numbers, config.algorithm.samples_per_prompt)
     return [SampleRequest(*each) for each in zip(numbers, dealt, seeds, groups, strict=True)]
 

@@ -1,7 +1,7 @@
 """The source of the loop's experience: the services, and the journal for steps that were sampled before."""
 
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.data.prompts import Prompt, PromptStream
+from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Collected
@@ -60,13 +60,10 @@ class ExperienceSource:
     def _kept(self, step: int, used: Used) -> dict[int, Collected]:
         """The batches of the steps after `step` up to the first that the journal does not hold."""
         kept: dict[int, Collected] = {}
-        while self._journal and (batch := self._journal.read(step + 1, self._prompt)):
+        while self._journal and (batch := self._journal.read(step + 1, self._prompts.dealt)):
             numbers = batch.numbers
             if any(number in used for number in numbers):
                 break  # of an abandoned timeline
             step, used = step + 1, used.plus(numbers)
             kept[step] = batch
         return kept
-
-    def _prompt(self, number: int) -> Prompt:
-        return self._prompts.dealt(number, 1)[0]

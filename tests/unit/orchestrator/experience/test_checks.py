@@ -74,7 +74,7 @@ async def test_an_answer_that_cannot_be_is_named_and_not_kept(
         raise wrong[0]
     # Going back to a checkpoint would not help: the run ends with the name of what is wrong.
     assert not is_loss(caught.value)
-    assert journal.read(1, lambda number: prompts.dealt(number, 1)[0]) is None
+    assert journal.read(1, prompts.dealt) is None
     # Once the service is well again, the run goes on from there.
     getattr(fakes, service).answer = good
     assert len(await first_batch(source)) == 3

@@ -73,7 +73,7 @@ class Bench:
         config = make_config(folder, **given | section)
         prompts = PromptStream(make_prompts(PROMPTS), 0, config.algorithm.samples_per_prompt)
         each = config.algorithm.samples_per_prompt
-        rows = [prompts.dealt(number * each, 1)[0].row for number in refused]
+        rows = [prompts.dealt(number * each).row for number in refused]
         self.config = choosy(config, *rows, most=most, slope=0.5)
         collector = Collector(self.fakes.services, self.config)
         self.source = ExperienceSource(self.config, prompts, collector, self.journal)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ async def test_a_whole_run_counts_them_and_goes_on_from_a_checkpoint_bit_for_bit
     def stage() -> Stage:
         made = Stage(policy_folder, evaluates=False, steps=4, seed=0, prompts_per_call=1)
         made.prompts = PROMPTS
-        rows = [PromptStream(make_prompts(PROMPTS), 0, 1).dealt(number, 1)[0].row for number in (1, 2, 5)]
+        rows = [PromptStream(make_prompts(PROMPTS), 0, 1).dealt(number).row for number in (1, 2, 5)]
         made.config = choosy(made.config, *rows)
         return made
 
@@ -227,7 +227,7 @@ async def test_a_whole_run_counts_them_and_goes_on_from_a_checkpoint_bit_for_bit
     checkpoint = TrainState.model_validate_json(straight.checkpoints.states[1].model_dump_json())
     assert (checkpoint.step, checkpoint.samples_discarded) == (1, 2)
     assert sum(each.responses for each in checkpoint.prompts.values()) == 4
-    rows = [PromptStream(make_prompts(PROMPTS), 0, 1).dealt(number, 1)[0].row for number in range(11)]
+    rows = [PromptStream(make_prompts(PROMPTS), 0, 1).dealt(number).row for number in range(11)]
     final = straight.checkpoints.states[4].prompts
     # Every prompt that was dealt, discarded or not, once; a fake's score is the first token.
     assert {row: (each.responses, each.mean) for row, each in final.items()} == {row: (1, 10 + row) for row in rows}

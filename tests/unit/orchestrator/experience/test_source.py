@@ -38,7 +38,7 @@ class Bench:
         self.notes: list[str] = []
         collector = Collector(self.fakes.services, config, note=self.notes.append)
         self.source = ExperienceSource(config, prompts, collector, self.journal)  # type: ignore[arg-type]
-        self.row_of = {int(prompt.prompt_ids[0]): number for number, prompt in enumerate(prompts.dealt(0, 20))}
+        self.row_of = {int(prompts.dealt(number).prompt_ids[0]): number for number in range(20)}
         """Number of the first sample of the prompt with this token."""
 
     def open(self, beside: Beside, done: int = 0) -> Stream:

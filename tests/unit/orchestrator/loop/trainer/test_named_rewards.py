@@ -144,7 +144,7 @@ async def test_the_journal_holds_each_name_and_is_read_with_the_same_names_alone
     prompts = PromptStream(make_prompts(2), made.config.seed)
 
     def read(journal: ExperienceJournal) -> Collected | None:
-        return journal.read(1, lambda number: prompts.dealt(number, 1)[0])
+        return journal.read(1, prompts.dealt)
 
     again = read(journal)
     assert again is not None
