@@ -18,6 +18,8 @@ from typing import Any
 from quartet.config.base import ConfigError
 from quartet.config.functions import imported, source_of
 
+FIELD = "orchestrator.agent.kind"
+"""Key that names the agent of a run."""
 RESULT = "result"
 """Column in which a reward function finds what the agent returned."""
 
@@ -58,19 +60,19 @@ class Agent:
     """Digest of the source of its file: samples are only compared, or read from a journal, where it is the same."""
 
 
-def load_agent(path: str, field: str) -> Agent:
-    """The agent at `module:function`, which stands at `field` of the configuration.
+def load_agent(path: str) -> Agent:
+    """The agent at `module:function`, as FIELD of the configuration names it.
 
     Raises:
         ConfigError: it does not exist, is not a function of one argument, or has no source to identify it by.
     """
-    function = imported(path, field)
+    function = imported(path, FIELD)
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{field}: {path!r} should be a function of one argument, a Task (orchestrator/environments/agent.py), "
+            f"{FIELD}: {path!r} should be a function of one argument, a Task (orchestrator/environments/agent.py), "
             f"got {function!r}"
         ) from None
-    source = source_of(function, path, field)
+    source = source_of(function, path, FIELD)
     return Agent(path, function, hashlib.sha256(source.encode()).hexdigest())

@@ -20,6 +20,8 @@ from quartet.config.base import ConfigError
 from quartet.config.functions import imported, source_of
 from quartet.wire.codec import Ints
 
+FIELD = "orchestrator.environment.kind"
+"""Key that names the environment of a run."""
 Schema = Mapping[str, Any]
 """JSON schema of a function, as chat templates take it: `{"type": "function", "function": {"name": ...}}`."""
 
@@ -126,17 +128,17 @@ class Environment(ABC):
         """
 
 
-def load_environment(path: str, field: str) -> Environment:
-    """The environment at `module:Class`, which stands at `field` of the configuration.
+def load_environment(path: str) -> Environment:
+    """The environment at `module:Class`, as FIELD of the configuration names it.
 
     Raises:
         ConfigError: it does not exist, is not a class of Environment, has no source to identify it by, or cannot be
             made without arguments.
     """
-    kind = imported(path, field)
+    kind = imported(path, FIELD)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(
-            f"{field}: {path!r} should be a class of Environment (orchestrator/environments/contract.py), "
+            f"{FIELD}: {path!r} should be a class of Environment (orchestrator/environments/contract.py), "
             f"got {kind!r}"
         )
     try:
@@ -146,12 +148,12 @@ def load_environment(path: str, field: str) -> Environment:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
-        raise ConfigError(f"{field}: {path}() fails with {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{FIELD}: {path}() fails with {type(error).__name__}: {error}") from None
     if not isinstance(identity, str):
-        raise ConfigError(f"{field}: {path}.identity should be text, got {identity!r}")
+        raise ConfigError(f"{FIELD}: {path}.identity should be text, got {identity!r}")
     if not _are_schemas(tools):
         raise ConfigError(
-            f"{field}: {path}.tools should be a list of JSON schemas of functions, "
+            f"{FIELD}: {path}.tools should be a list of JSON schemas of functions, "
             f'{{"type": "function", "function": {{"name": ...}}}}, got {repr(tools)[:200]}'
         )
     return environment

@@ -11,10 +11,9 @@ from pydantic import BaseModel, PydanticUserError, ValidationError, validate_cal
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from orchestrator.environments.contract import Answer, Call, Environment, Results, Schema, Turn
+from orchestrator.environments.contract import FIELD, Answer, Call, Environment, Results, Schema, Turn
 from quartet.config.base import ConfigError
 
-FIELD = "orchestrator.environment.kind"
 MOST_TOLD = 300
 """Most characters of what is told about a wrong call, as some of them are the policy's own."""
 _UNDESCRIBED = (

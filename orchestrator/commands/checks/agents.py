@@ -24,7 +24,7 @@ OPEN_S = 30.0
 def agent_of(config: OrchestratorConfig) -> Agent | None:
     """The run's agent; None if it has none. ConfigError if it cannot be imported."""
     section = config.agent
-    return None if section is None else load_agent(section.kind, "orchestrator.agent.kind")
+    return None if section is None else load_agent(section.kind)
 
 
 def door_of_agents(deployment: Deployment) -> str:

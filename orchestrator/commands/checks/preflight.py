@@ -167,7 +167,7 @@ def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:
 def environment_of(config: OrchestratorConfig) -> Environment | None:
     """The run's environment; None if it has none. ConfigError if it cannot be made."""
     section = config.environment
-    return None if section is None else load_environment(section.kind, "orchestrator.environment.kind")
+    return None if section is None else load_environment(section.kind)
 
 
 def evaluation_prompts(held_out: PromptSet, config: OrchestratorConfig) -> list[Prompt]:

@@ -60,7 +60,7 @@ class Called(Silent):
 
 
 def test_the_example_is_found_by_its_path() -> None:
-    environment = load_environment("examples.second_try:SecondTry", FIELD)
+    environment = load_environment("examples.second_try:SecondTry")
     assert isinstance(environment, SecondTry)
     assert environment.name == "examples.second_try:SecondTry"
     assert environment.identity == SecondTry().identity
@@ -74,9 +74,9 @@ def test_its_identity_follows_from_its_source_unless_it_has_one(
     for source in (GOOD, GOOD.replace("return None", "return 'again'")):
         module = f"environment_{len(found)}_of_a_user"
         (tmp_path / f"{module}.py").write_text(source)
-        found.append(load_environment(f"{module}:Silent", FIELD).identity)
-        assert load_environment(f"{module}:Versioned", FIELD).identity == "tool 3"
-        environment = load_environment(f"{module}:Silent", FIELD)
+        found.append(load_environment(f"{module}:Silent").identity)
+        assert load_environment(f"{module}:Versioned").identity == "tool 3"
+        environment = load_environment(f"{module}:Silent")
         # The file is saved while a run goes on with the one that was imported.
         (tmp_path / f"{module}.py").write_text(source + "# changed")
         assert environment.identity == found[-1]
@@ -90,14 +90,14 @@ def test_an_identity_of_its_own_is_read_once(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "reading_of_a_user.py").write_text(GOOD)
     version = tmp_path / "reading_of_a_user.py.version"
     version.write_text("tool 3")
-    environment = load_environment("reading_of_a_user:Reading", FIELD)
+    environment = load_environment("reading_of_a_user:Reading")
     version.write_text("tool 4")
     assert environment.identity == "tool 3"
-    assert load_environment("reading_of_a_user:Reading", FIELD).identity == "tool 4"
+    assert load_environment("reading_of_a_user:Reading").identity == "tool 4"
     version.unlink()
     assert environment.identity == "tool 3"
     with pytest.raises(ConfigError, match=rf"^{FIELD}: reading_of_a_user:Reading\(\) fails with FileNotFoundError"):
-        load_environment("reading_of_a_user:Reading", FIELD)
+        load_environment("reading_of_a_user:Reading")
     del sys.modules["reading_of_a_user"]
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_environment_is_told_with_its_field(
     (tmp_path / "environment_of_a_user.py").write_text(GOOD)
     monkeypatch.delitem(sys.modules, "environment_of_a_user", raising=False)
     with pytest.raises(ConfigError, match=f"^{FIELD}: .*{said}"):
-        load_environment(path, FIELD)
+        load_environment(path)
 
 
 def test_bounds_of_a_conversation() -> None:
