@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from orchestrator.tracing.spans import Span, Window
 
@@ -88,7 +89,7 @@ def _moments(window: Window) -> Iterator[tuple[float, float, Mapping[str, int], 
     now = window.began
     for moment, change, its in sorted(changes, key=lambda each: each[0]):
         if moment > now:
-            yield now, moment, working, max(waits, key=_began).name if waits else OWN_WORK
+            yield now, moment, working, max(waits, key=attrgetter("began")).name if waits else OWN_WORK
             now = moment
         if its is None:
             continue
@@ -98,10 +99,6 @@ def _moments(window: Window) -> Iterator[tuple[float, float, Mapping[str, int], 
             waits.append(its)
         else:
             waits.remove(its)
-
-
-def _began(span: Span) -> float:
-    return span.began
 
 
 def _doing(part: str, working: Mapping[str, int], waiting: str) -> str:
