@@ -4,9 +4,8 @@ replica."""
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.group import PushGroup
@@ -17,7 +16,6 @@ from orchestrator.push.transport import SHARED_BACKENDS
 from orchestrator.tracing.spans import UNTRACED, Spans
 from protos import rollout_pb2 as pb
 from quartet.config.base import ConfigError
-from quartet.weight_transfer.probe import Probe
 from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.backoff import Deadline
 from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
@@ -29,6 +27,10 @@ LOOK_S = 0.5
 """Seconds between two looks for a first replica, or for one that joined."""
 NAMED_S = 10.0
 """Seconds within which Serve names a replica that joined, unless it has died."""
+Delivery = Callable[[dict[str, Ticket | None]], Awaitable[None]]
+"""Hands tickets to the applicants."""
+Watch = Callable[[Mapping[str, Applicant]], Awaitable[str]]
+"""Waits until one of these applicants has died; its name."""
 
 
 class PushFailed(ServiceError):
@@ -64,18 +66,6 @@ class StagedPush:
     """Done when the learner's weights are copied."""
     held: bool
     """True if the learner keeps these weights until they are delivered."""
-
-
-class Delivery(Protocol):
-    """Hands tickets to the applicants."""
-
-    async def __call__(self, tickets: dict[str, Ticket | None]) -> None: ...
-
-
-class Watch(Protocol):
-    """Waits until one of these applicants has died; its name."""
-
-    async def __call__(self, applicants: Mapping[str, Applicant], /) -> str: ...
 
 
 class WeightPusher:
@@ -341,12 +331,17 @@ class WeightPusher:
             joining = {name: applicant for name, applicant in applicants.items() if name not in hindered}
             if joining:
                 prepare = self._group.newcomers({name: its.workers for name, its in joining.items()})
-                version, checksum = self._pushed.policy_version, self._pushed.checksum
-                proof = await self._prover.of_members(self._scores) if self._prover else None
-                ticket = _ticket(self._group, prepare, version, checksum, self._config.timeout_s, proof)
-                await deliver(dict.fromkeys(joining, ticket))
+                await deliver(dict.fromkeys(joining, await self._ticket(prepare, self._pushed)))
                 await self._send_to_newcomers(prepare, first_death(joining))
-                self._joined |= dict.fromkeys(joining, version)
+                self._joined |= dict.fromkeys(joining, self._pushed.policy_version)
+
+    async def _ticket(self, prepare: pb.Prepare, pushed: PushReport) -> Ticket:
+        """The phases of the last push for the newcomers of `prepare`, and the log-probs that they should compute
+        afterwards."""
+        proof = await self._prover.of_members(self._scores) if self._prover else None
+        transfer = self._group.transfer(prepare.membership).SerializeToString()
+        commit = pb.Commit(membership=prepare.membership, policy_version=pushed.policy_version).SerializeToString()
+        return Ticket(prepare.SerializeToString(), transfer, commit, pushed.checksum, self._config.timeout_s, proof)
 
     async def _send_to_newcomers(self, prepare: pb.Prepare, death: Awaitable[str]) -> None:
         """Sends the weights of the last push to the group of `prepare`, or gives it up at a death."""
@@ -364,21 +359,3 @@ class WeightPusher:
             sending.cancel()
             dying.cancel()
             await asyncio.gather(sending, dying, return_exceptions=True)
-
-
-def _ticket(
-    group: PushGroup, prepare: pb.Prepare, version: int, checksum: str, timeout_s: float, proof: Probe | None
-) -> Ticket:
-    """The phases of a push to the newcomers of `prepare`.
-
-    Args:
-        group: the group of the last push.
-        prepare: the prepare phase for the newcomers.
-        version: version that was pushed last.
-        checksum: checksum of its weights.
-        timeout_s: deadline of the transfer.
-        proof: log-probs that a newcomer should compute afterwards; None for no proof.
-    """
-    commit = pb.Commit(membership=prepare.membership, policy_version=version)
-    transfer = group.transfer(prepare.membership).SerializeToString()
-    return Ticket(prepare.SerializeToString(), transfer, commit.SerializeToString(), checksum, timeout_s, proof)
