@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.config.weights import WeightsConfig
 from protos import rollout_pb2 as pb
+from quartet.wire.backoff import Deadline
 from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 from services.rollout.client import RolloutClient
 
@@ -56,8 +57,7 @@ class Replicas:
             Misfit: a replica's model has other weights.
             ServiceError: no replica came within weights.patience_s.
         """
-        clock = asyncio.get_running_loop().time
-        end = clock() + self._config.patience_s
+        deadline = Deadline(self._config.patience_s)
         while True:
             try:
                 reports = await self._rollout.update_weights(
@@ -77,7 +77,7 @@ class Replicas:
             # A replica that could not roll back reports that, and Serve replaces it.
             if able := [report for report in reports if report.ok]:
                 return able
-            if clock() >= end:
+            if deadline.passes_within(0):
                 raise failure
             await pause()
 

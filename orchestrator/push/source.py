@@ -54,18 +54,17 @@ async def both(replicas: Awaitable[Left], learner: Awaitable[Right]) -> tuple[Le
     """Waits for both sides of a collective, or of a proof. If one fails, the other gets GRACE_S to end and is then
     cancelled. If both fail, the replicas' error is raised, since it tells more, and the learner's is logged."""
     left, right = asyncio.ensure_future(replicas), asyncio.ensure_future(learner)
-    both: list[asyncio.Future[Any]] = [left, right]
+    sides: list[asyncio.Future[Any]] = [left, right]
     try:
-        _, pending = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        _, pending = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             await asyncio.wait(pending, timeout=GRACE_S)
     finally:
-        for side in both:
+        for side in sides:
             side.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
-    if not left.cancelled():
-        if left.exception() and not right.cancelled() and right.exception():
-            log.warning("the learner's side: %s", right.exception())
-        left.result()
-    right.result()
+        await asyncio.gather(*sides, return_exceptions=True)
+    if left.cancelled():
+        right.result()  # raises the reason
+    elif left.exception() and not right.cancelled() and right.exception():
+        log.warning("the learner's side: %s", right.exception())
     return left.result(), right.result()
