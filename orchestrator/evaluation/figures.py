@@ -177,8 +177,8 @@ def read_measured(path: Path, by: Sequence[str] = ()) -> Iterator[tuple[Measured
     with path.open("rb") as file:
         for number, _, line in lines(file, str(path)):
             row, where = parse(line, number, str(path)), f"{path}, line {number}"
-            parts = [row.values.get(name) for name in (SCORES, OUTCOMES, SCORERS)]
-            if not all(isinstance(part, dict) for part in parts):
+            scores, outcomes, scorers = (row.values.get(name) for name in (SCORES, OUTCOMES, SCORERS))
+            if not (isinstance(scores, dict) and isinstance(outcomes, dict) and isinstance(scorers, dict)):
                 raise ConfigError(
                     f"{where}: has no {SCORES}, {OUTCOMES} and {SCORERS}; `quartet evaluate` writes them"
                 )
@@ -186,7 +186,7 @@ def read_measured(path: Path, by: Sequence[str] = ()) -> Iterator[tuple[Measured
                 if column not in row.values:
                     raise ConfigError(f"{where}: {column}: required by --by")
             values = {column: as_text(row.values[column]) for column in by}
-            yield Measured(row.key, parts[0], parts[1], values), parts[2] or {}  # type: ignore[arg-type]
+            yield Measured(row.key, scores, outcomes, values), scorers
 
 
 def as_text(value: Any) -> str:

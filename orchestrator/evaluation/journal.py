@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -102,7 +102,7 @@ class Journal:
     def answer(self, key: Key) -> Answer | None:
         """The last answer, if there is one."""
         entry = self._entry(self._answers.get(key))
-        return None if entry is None else Answer(**{name: entry[name] for name in Answer.__dataclass_fields__})
+        return None if entry is None else Answer(**{each.name: entry[each.name] for each in fields(Answer)})
 
     def verdict(self, key: Key) -> Verdict | None:
         """The verdict on the answer, if there is one."""
@@ -111,13 +111,11 @@ class Journal:
 
     def add_answer(self, key: Key, answer: Answer) -> None:
         """Writes an answer."""
-        fields = {name: getattr(answer, name) for name in Answer.__dataclass_fields__}
-        self._answers[key] = self._add(self._key(key) | fields)
+        self._answers[key] = self._add(self._key(key) | asdict(answer))
 
     def add_verdict(self, key: Key, verdict: Verdict) -> None:
         """Writes a verdict."""
-        fields = {"scores": verdict.scores, "outcomes": verdict.outcomes, "reasons": verdict.reasons}
-        self._verdicts[key] = self._add(self._key(key) | fields)
+        self._verdicts[key] = self._add(self._key(key) | asdict(verdict))
 
     def _key(self, key: Key) -> dict[str, Any]:
         return {"prompt": key[0], "sample": key[1], "settings": self.hash}
