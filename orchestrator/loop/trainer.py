@@ -98,7 +98,8 @@ class Trainer:
                 with self._waits("checkpoint"):
                     await self._checkpoints.first(state)
             async with Beside() as beside:
-                stream, publishing = self._begin(state, beside)
+                stream = self._source.open(beside, step=state.step, version=state.policy_version, used=state.used)
+                publishing = Publishing(self._pusher, beside, stream.served, self._config)
                 while state.step < self._config.steps:
                     state = await self._step(state, stream, publishing)
                     with self._waits("checkpoint"):
@@ -108,11 +109,6 @@ class Trainer:
                 await publishing.settled()
             await self._policy.save(str(save_to))
             await self._pusher.complete()
-
-    def _begin(self, state: TrainState, beside: Beside) -> tuple[Stream, Publishing]:
-        """Sampling and publishing from `state` on, the tasks of both beside the loop."""
-        stream = self._source.open(beside, step=state.step, version=state.policy_version, used=state.used)
-        return stream, Publishing(self._pusher, beside, stream.served, self._config)
 
     async def _step(self, state: TrainState, stream: Stream, publishing: Publishing) -> TrainState:
         """Carries out one step: takes experience, estimates advantages, updates the learners, publishes."""
