@@ -153,11 +153,11 @@ def _kl(batch: Batch, old_logprobs: Tensor, algorithm: Algorithm, mask: Tensor) 
 def _described(batch: Batch, algorithm: Algorithm, step: int) -> dict[str, float]:
     """Scores, lengths, groups and tasks, and the shares of masked tokens and responses where there may be some."""
     metrics = {} if batch.oldest_trained is None else {"staleness/masked": batch.too_old}
-    if algorithm.samples_per_prompt > 1:
+    grouped = algorithm.samples_per_prompt > 1
+    if grouped:
         metrics |= described(batch.scores, batch.groups)
     if algorithm.zero_variance == "leave-out" or algorithm.truncated == "mask":
         metrics["samples/left_out"] = batch.left_out
-    grouped = algorithm.samples_per_prompt > 1
     for name, reward in algorithm.rewards.items():
         scores = batch.named_scores[name]
         metrics |= {f"score/{name}/mean": float(scores.mean()), f"score/{name}/std": float(scores.std(correction=0))}
