@@ -92,12 +92,10 @@ def measures_of_examples(metrics: Sequence[Mapping[str, float]]) -> tuple[list[M
     these two, or of the only one. Nothing of a run without."""
     evaluated = [line for line in metrics if "eval/loss" in line]
     ends = [*evaluated[:1], *evaluated[1:][-1:]]
-    names = {"accuracy": "% of comparisons", "loss": "nats"}
     measures = []
-    for name, unit in names.items() if ends and "eval/score" not in ends[0] else ():
-        if f"eval/{name}" not in ends[0]:
+    for name, unit, scale in (("accuracy", "% of comparisons", 100.0), ("loss", "nats", 1.0)):
+        if not ends or f"eval/{name}" not in ends[0]:
             continue
-        scale = 100.0 if name == "accuracy" else 1.0
         before, *after = (
             Interval(*(scale * line.get(f"eval/{name}{bound}", math.nan) for bound in ("", "_low", "_high")))
             for line in ends
