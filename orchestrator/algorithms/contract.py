@@ -55,6 +55,7 @@ COMPARING = ("group", "leave-one-out")
 
 Baseline = Literal["critic", "group", "leave-one-out", "batch", "none"]
 Clip = Literal["ppo", "cispo", "dis", "none"]
+KLKind = Literal["k1", "k2", "k3"]
 Correction = Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled"]
 Scale = Literal["none", "group", "batch"]
 Ratio = Literal["token", "sequence"]
@@ -68,7 +69,7 @@ class KLConfig(Config):
 
     coef: NonNegativeFloat = 0.1
     """Coefficient of the penalty; the initial one if `target` is set. 0 turns the penalty off."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
+    estimator: KLKind = "k1"
     """Schulman's estimator of KL(policy || reference) from samples of the policy, which kl/reference reports as well.
     In the reward only k1 pulls to the reference, in the loss only k2 and k3 do. With coef 0 any can be measured."""
     placement: Literal["reward", "loss"] = "reward"

@@ -7,19 +7,14 @@ ValueError if a mask is not boolean or a shape differs from the mask's.
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from orchestrator.algorithms.contract import KLKind
 from quartet.models.numerics import check_masked
 
-KLKind = Literal["k1", "k2", "k3"]
-
-
 KL_ERROR_CLIP = 0.2  # Ziegler et al. 2019, section 2.2
-
-
 LOG_RATIO_LIMIT = 20.0  # e^20 = 5e8: far past any clip, far from overflow
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from orchestrator.algorithms.kl import KLKind, adapted, kl_estimate
+from orchestrator.algorithms.contract import KLKind
+from orchestrator.algorithms.kl import adapted, kl_estimate
 from orchestrator.algorithms.rewards import RunningNormaliser, at_own_tokens, carry_back, shape_rewards
 from tests.unit import reference_ppo as ref
 from tests.unit.numeric_cases import response_mask
