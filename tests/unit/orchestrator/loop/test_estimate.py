@@ -1,6 +1,6 @@
 """Rewards, advantages and returns of a batch of two responses, by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -344,3 +344,35 @@ def test_columns_are_made_of_rows_and_rows_of_columns() -> None:
     assert batch.values.tolist() == [[0.5, 1.0], [0.0, 0.0]]
     assert (batch.scores.tolist(), batch.truncated, len(batch)) == ([2.0, -1.0], 0.5, 2)
     assert batch.packed(batch.padded(OLD)).tolist() == np.concatenate(OLD).tolist()
+
+
+@pytest.mark.parametrize("leaving_out", [{"truncated": "mask"}, {"zero_variance": "leave-out"}])
+def test_responses_that_are_left_out_are_counted_and_named(leaving_out: dict[str, Any]) -> None:
+    """The second of two, of one token; the three tokens are of version 1."""
+    settings = algorithms()["grpo"](kind="grpo", samples_per_prompt=2, **leaving_out)
+    first, none = [[True, True], [False, False]], [[False, False]] * 2
+    for oldest, mask, old in ((None, first, False), (1, first, False), (2, none, True)):
+        batch = Batch.of(collected(BATCH, each=2), oldest, np.asarray([True, False]))
+        assert batch.mask.tolist() == mask
+        assert estimate_advantages(batch, None, settings, 0.0, {}, step=1).metrics["samples/left_out"] == 1
+        assert "1 of its 2 responses" in batch.reasons
+        assert ("100% of its tokens" in batch.reasons, "% of its tokens" in batch.reasons) == (old, old)
+    every = Batch.of(collected(BATCH, each=2))
+    assert (every.left_out, every.too_old, every.mask.tolist()) == (0, 0, [[True, True], [True, False]])
+
+
+def test_each_task_has_its_own_scores_lengths_and_groups() -> None:
+    """Two prompts with two responses each: of the task `a`, with scores 2 and -1, and of none."""
+    made = collected([*BATCH, replace(BATCH[1], number=2), replace(BATCH[1], number=3)], each=2)
+    tasks = [replace(prompt, task="a" if index < 2 else "") for index, prompt in enumerate(made.prompts)]
+    grpo = algorithms()["grpo"](kind="grpo", samples_per_prompt=2)
+    for groups, settings in (({"group/zero_variance": 0, "group/spread": 4.5**0.5}, grpo), ({}, PPO(scale="none"))):
+        batch = Batch.of(replace(made, prompts=tasks))
+        metrics = estimate_advantages(batch, None, settings, 0.0, {}, step=1).metrics
+        ours = {name.removeprefix("task/a/"): metrics[name] for name in metrics if name.startswith("task/")}
+        assert ours == groups | {
+            "score/mean": 0.5,
+            "samples": 2,
+            "response/length_mean": 1.5,
+            "response/truncated": 0.5,
+        }
