@@ -15,8 +15,8 @@ from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
-from quartet.learner import module
-from quartet.learner.lora import NAME, adapted_layer, adapters_for, add_adapters, weights_of
+from quartet.learner import lora, module
+from quartet.learner.lora import NAME, Weight, adapted_layer, adapters_for, add_adapters, weight_buckets, weights_of
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.ranks.ranks import Ranks
@@ -53,6 +53,8 @@ def test_fresh_adapters_change_neither_names_nor_weights(tmp_path: Path, kind: A
     actual = {weight.name: weight.merged() for weight in weights_of(adapted)}
     assert list(actual) == list(plain)
     assert all(torch.equal(actual[name], plain[name]) for name in plain)
+    parts = {weight.name: len(weight.parts) for weight in weights_of(adapted)}
+    assert (parts["model.layers.0.self_attn.q_proj.weight"], parts["model.embed_tokens.weight"]) == (3, 1)
 
 
 def test_only_adapters_are_trained(policy_folder: Path) -> None:
@@ -138,6 +140,16 @@ def test_adapters_alone_are_those_that_peft_would_save(policy_folder: Path, zero
     assert {adapted_layer(name) for name in ours} == {name.split(".")[-3] for name in expected}
 
 
+def test_a_bucket_ends_with_the_weight_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "GATHER_BYTES", 80)
+    weights = [Weight(str(count), torch.nn.Parameter(torch.zeros(count))) for count in (10, 10, 9, 10, 30, 1)]
+    for weight in weights:
+        weight.parameter.ds_numel = weight.parameter.numel()  # type: ignore[attr-defined]
+    buckets = [[len(weight.parameter) for weight in bucket] for bucket in weight_buckets(weights)]
+    assert buckets == [[10, 10], [9, 10, 30], [1]]
+    assert [len(bucket) for bucket in weight_buckets(weights[:2])] == [2]
+
+
 def test_adapters_of_experts_in_one_parameter_are_not_pushed_alone(tmp_path: Path) -> None:
     folder = FAMILIES["qwen3-moe"].make(tmp_path / "experts")
     with pytest.raises(ConfigError, match=r"^lora: model.layers.0.mlp.experts holds several matrices in one param"):
@@ -165,7 +177,7 @@ def test_the_adapters_that_are_saved_beside_the_model_compute_as_it_with_peft(
     named = {name.replace(f".{NAME}", "") for name, _ in adapted.named_parameters() if ".lora_" in name}
     assert load_file(saved / "adapters" / "adapter_model.safetensors").keys() == named
     described = json.loads((saved / "adapters" / "adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == str(folder)
+    assert (described["base_model_name_or_path"], described["task_type"]) == (str(folder), "CAUSAL_LM")
     # A second time in its place, and as part of a snapshot.
     trainer.snapshots.save(str(saved))
     trainer.snapshots.take_snapshot(str(tmp_path / "snapshot"), 1)
