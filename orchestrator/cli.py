@@ -448,21 +448,19 @@ def _guarded(command: Callable[[], Any]) -> int:
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return reason(error) if _is_hidden(error) or _is_light(error) else str(error)
+    return reason(error) if _is_of_install(error) else str(error)
 
 
-def _is_hidden(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
-    """True if a package of the user's own hides one of Quartet's."""
-    return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in OURS
-
-
-def _is_light(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
-    """True if the command needs the full install and this is another one."""
-    return isinstance(error, ModuleNotFoundError) and find_spec("ray") is None
+def _is_of_install(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
+    """True if a package of the user's own hides one of Quartet's, or if the command needs the full install and this
+    is another one."""
+    if not isinstance(error, ModuleNotFoundError):
+        return False
+    return (error.name or "").partition(".")[0] in OURS or find_spec("ray") is None
 
 
 def _is_actionable(error: BaseException) -> bool:
-    if isinstance(error, ConfigError | ServiceError) or _is_hidden(error) or _is_light(error):
+    if isinstance(error, ConfigError | ServiceError) or _is_of_install(error):
         return True
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return True
