@@ -61,7 +61,33 @@ class Evaluation:
 
     def table(self) -> Table:
         """Means with 95 % confidence intervals, for rich to print."""
-        return _table(self.rows, self.title, self.scorer, str(self.path))
+        rows = self.rows
+        caption = f"{len(rows)} samples, written to {self.path}"
+        if unscored := sum(math.isnan(row.score) for row in rows):
+            caption += f"; {unscored} have no score"
+        drawn = Table(title=self.title, caption=caption, title_justify="left")
+        drawn.add_column("measure")
+        drawn.add_column("mean", justify="right")
+        drawn.add_column("95 % interval", justify="right")
+        columns = {f"score ({self.scorer})": [row.score for row in rows]}
+        for name in rows[0].scores:
+            columns[f"score {name}"] = [row.scores[name] for row in rows]
+        for name in rows[0].judges:
+            columns[name] = [row.judges[name] for row in rows]
+        if not any(math.isnan(row.kl) for row in rows):
+            columns["KL to reference, nats"] = [row.kl for row in rows]
+        columns |= {
+            "response length, tokens": [float(row.length) for row in rows],
+            "cut off by the limit": [float(not row.ended) for row in rows],
+        }
+        for name, values in columns.items():
+            interval = over_known([(row.row, value) for row, value in zip(rows, values, strict=True)])
+            if interval is None:
+                drawn.add_row(name, "–", "no sample has one")
+                continue
+            bounds = "needs two prompts" if math.isnan(interval.low) else f"{interval.low:.3f} to {interval.high:.3f}"
+            drawn.add_row(name, f"{interval.mean:.3f}", bounds)
+        return drawn
 
 
 async def evaluate_model(
@@ -180,32 +206,3 @@ def default_output(run: str, model: str, split: str) -> Path:
 
 def _plain(text: str) -> str:
     return "".join(character if character.isalnum() else "_" for character in text)
-
-
-def _table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) -> Table:
-    """A table of means with 95 % confidence intervals."""
-    drawn = Table(title=title, caption=f"{len(rows)} samples, written to {path}", title_justify="left")
-    drawn.add_column("measure")
-    drawn.add_column("mean", justify="right")
-    drawn.add_column("95 % interval", justify="right")
-    columns = {f"score ({scorer})": [row.score for row in rows]}
-    for name in rows[0].scores:
-        columns[f"score {name}"] = [row.scores[name] for row in rows]
-    for name in rows[0].judges:
-        columns[name] = [row.judges[name] for row in rows]
-    if not any(math.isnan(row.kl) for row in rows):
-        columns["KL to reference, nats"] = [row.kl for row in rows]
-    columns |= {
-        "response length, tokens": [float(row.length) for row in rows],
-        "cut off by the limit": [float(not row.ended) for row in rows],
-    }
-    if unscored := sum(math.isnan(row.score) for row in rows):
-        drawn.caption = f"{drawn.caption}; {unscored} have no score"
-    for name, values in columns.items():
-        interval = over_known([(row.row, value) for row, value in zip(rows, values, strict=True)])
-        if interval is None:
-            drawn.add_row(name, "–", "no sample has one")
-            continue
-        bounds = "needs two prompts" if math.isnan(interval.low) else f"{interval.low:.3f} to {interval.high:.3f}"
-        drawn.add_row(name, f"{interval.mean:.3f}", bounds)
-    return drawn
