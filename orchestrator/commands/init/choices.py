@@ -53,16 +53,18 @@ class Choices:
     @property
     def response(self) -> int:
         """Most tokens of a response. ConfigError if the models lack room for them."""
-        if self.max_new_tokens and self.max_new_tokens >= self.longest:
-            raise ConfigError(f"--max-new-tokens: should be less than the {self.longest} that the models take")
+        if self.max_new_tokens:
+            if self.max_new_tokens >= self.longest:
+                raise ConfigError(f"--max-new-tokens: should be less than the {self.longest} that the models take")
+            return self.max_new_tokens
         # Half of the room is kept for prompts; longer prompts are left out.
-        wanted = self.max_new_tokens or min(RESPONSE, self.longest // 2)
-        if wanted < min(LEAST_RESPONSE, self.max_new_tokens or LEAST_RESPONSE):
+        most = min(RESPONSE, self.longest // 2)
+        if most < LEAST_RESPONSE:
             raise ConfigError(
                 f"--model: takes {self.longest} tokens in all, which leaves fewer than {LEAST_RESPONSE} for a "
                 "response"
             )
-        return wanted
+        return most
 
     @property
     def prompt(self) -> int:
@@ -120,16 +122,11 @@ class Choices:
         facts["machine"] = self._machine
         facts |= {"lora": ADAPTERS} if self.adapters else {}
         facts |= {} if self.batch == BATCH else {"batch_size": self.batch}
-        # Checked also where it is derived.
-        facts |= {"max_new_tokens": self.response} if self.response == self.max_new_tokens else {}
+        facts |= {"max_new_tokens": self.max_new_tokens} if self.max_new_tokens else {}
         each = min(MOST_EACH, -(-EVALUATED // max(1, self.prompts.evaluated)))
-        return facts | (
-            {"orchestrator": {"evaluation": {"samples_per_prompt": each}}} if self._is_narrow(each) else {}
-        )
-
-    def _is_narrow(self, each: int) -> bool:
-        """True if held-out prompts are so few that each gets several responses."""
-        return self.prompts.held_out is not None and each > 1
+        if self.prompts.held_out is not None and each > 1:
+            facts["orchestrator"] = {"evaluation": {"samples_per_prompt": each}}
+        return facts
 
     @property
     def _data(self) -> dict[str, Any]:

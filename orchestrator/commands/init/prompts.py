@@ -20,9 +20,8 @@ HELD_OUT = ("eval", "validation", "test")
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Place, columns, splits and lengths of a user's prompts."""
+    """Columns, splits and lengths of a user's prompts."""
 
-    path: str
     input_key: str
     label_key: str | None
     chat_template: bool
@@ -71,9 +70,9 @@ def look_at(path: str, tokenizer: Any, input_key: str | None = None, label_key: 
     if apart is None and len(prompts) > 1:
         first = len(prompts) * 9 // 10
         rest = len(prompts) - first
-        return Prompts(path, key, label, chat, f"{split}[:90%]", f"{split}[90%:]", first, *bounds, rest)
+        return Prompts(key, label, chat, f"{split}[:90%]", f"{split}[90%:]", first, *bounds, rest)
     evaluated = len(open_split(path, apart).rows) if apart else 0
-    return Prompts(path, key, label, chat, split, apart, len(prompts), *bounds, evaluated)
+    return Prompts(key, label, chat, split, apart, len(prompts), *bounds, evaluated)
 
 
 def _column(table: Table, given: str | None, flag: str, usual: Sequence[str], other: str | None) -> str | None:
