@@ -45,7 +45,8 @@ def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
     expected, vocabulary = tokenizer_hash(tokenizer), vocabulary_size(tokenizer)
     of_run = partial(scorers_of_run, deployment.orchestrator)
     for field, path in models_of_run(deployment):
-        if (model := load_model_config(path)) is not None and (entries := _entries(model)) < vocabulary:
+        model = load_model_config(path)
+        if model is not None and (entries := int(model.get_text_config().vocab_size)) < vocabulary:
             yield (
                 f"{field}: {path} has {entries} entries in its vocabulary, but the tokenizer of {POLICY_FIELD} "
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
@@ -119,15 +120,13 @@ def broken_models(deployment: ServicesFile) -> Iterator[str]:
         if (path, check) in seen:
             continue
         seen.add((path, check))
-        if load_model_config(path) is None:
-            yield f"{field}: {unreadable(path)}"
-            continue
-        problems = list(broken_weights(path))
-        if not problems:
-            try:
+        try:
+            load_config(path)
+            problems = list(broken_weights(path))
+            if not problems:
                 check(path)
-            except ConfigError as error:
-                problems.append(str(error).removeprefix("model: "))
+        except ConfigError as error:
+            problems = [str(error).removeprefix("model: ")]
         yield from (f"{field}: {problem}" for problem in problems)
 
 
@@ -175,25 +174,11 @@ def _tokenizers(deployment: ServicesFile, which: _Scorers) -> Iterator[tuple[str
 
 
 def load_model_config(path: str) -> Any:
-    """The model's config.json as transformers reads it; None if it cannot be read (`unreadable` says why)."""
+    """The model's config.json as transformers reads it; None if it cannot be read (`broken_models` says why)."""
     try:
         return load_config(path)
     except ConfigError:
         return None
-
-
-def unreadable(path: str) -> str:
-    """The reason for which `load_model_config` gives None, as a sentence that begins with the folder."""
-    try:
-        load_config(path)
-    except ConfigError as error:
-        return str(error).removeprefix("model: ")
-    raise ValueError(f"{path}: its configuration can be read")
-
-
-def _entries(model: Any) -> int:
-    """Entries of the model's vocabulary, padding included."""
-    return int(model.get_text_config().vocab_size)
 
 
 def missing_functions(deployment: ServicesFile) -> Iterator[str]:

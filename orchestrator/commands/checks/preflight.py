@@ -30,7 +30,7 @@ from orchestrator.commands.checks.models import (
     other_tokenizers,
     scorers_of_run,
 )
-from orchestrator.commands.checks.startable import decided_here, sums_of, unfit_policy, unstartable
+from orchestrator.commands.checks.startable import decided_here, sums_of, unfit_learner, unstartable
 from orchestrator.config.data import EVAL
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_prompts
@@ -118,7 +118,7 @@ def _inputs(deployment: Deployment) -> Inputs:
     environment, agent = problems.among(environment_of, config), problems.among(agent_of, config)
     if config.agent is not None:
         problems.among(door_of_agents, deployment)
-    problems.lines += [*unstartable(deployment), *unfit_policy(config)]
+    problems.lines += [*unstartable(deployment), *unfit_learner(config.policy, "orchestrator.policy")]
     tokenizer = problems.among(load_tokenizer, config.policy.model, before=f"{POLICY_FIELD}: ")
     train = held_out = None
     if tokenizer is not None:

@@ -20,7 +20,6 @@ from orchestrator.commands.checks.models import (
     models,
     unlike_tokenizers,
 )
-from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
 from orchestrator.deployment.memory_sums import MemorySums
 from orchestrator.deployment.recomputation import decided
@@ -72,7 +71,7 @@ def unstartable(deployment: ServicesFile) -> Iterator[str]:
         if isinstance(section, ReferenceConfig) and section.offload and gpus > 1:
             yield f"{where}.args.offload: for a model on one GPU; with num_gpus {gpus:g} set it to false"
         if isinstance(section, CriticConfig):
-            yield from _unfit_learner(deployment.critics()[name], f"{where}.args")
+            yield from unfit_learner(deployment.critics()[name], f"{where}.args")
             if problem := unusable(Path(section.root)):
                 yield f"{where}.args.root: {problem}"
 
@@ -88,13 +87,8 @@ def decided_here(deployment: Deployment) -> Deployment:
     return decided(deployment, {path: load_model_config(path) for _, path in models(deployment)})
 
 
-def unfit_policy(config: OrchestratorConfig) -> Iterator[str]:
-    """Reasons for which the policy's ranks would not start."""
-    yield from _unfit_learner(config.policy, "orchestrator.policy")
-
-
-def _unfit_learner(section: LearnerConfig, where: str) -> Iterator[str]:
-    """Reasons for which a rank would not start."""
+def unfit_learner(section: LearnerConfig, where: str) -> Iterator[str]:
+    """Reasons for which a rank of the learner, whose section stands at `where`, would not start."""
     flash = section.attn_implementation == "flash_attention_2"
     if flash and not section.num_gpus and VISIBLE not in section.env_vars:
         yield f"{where}.attn_implementation: flash_attention_2 needs a GPU, but num_gpus is 0; sdpa runs anywhere"
