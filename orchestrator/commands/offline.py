@@ -90,7 +90,6 @@ class OfflineRollout:
         sampling: Sampling,
         *,
         seeds: Sequence[int] | None = None,
-        min_version: int = 0,
         timeout_s: float,
         **_of_replicas: Any,
     ) -> AsyncIterator[list[Sample]]:
