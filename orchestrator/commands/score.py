@@ -90,10 +90,10 @@ async def score_file(
     async with await connect() as hub:
         with ExitStack() as stack:
             source = _standard_input() if file is None else stack.enter_context(file.open("rb"))
+            to: BinaryIO = sys.stdout.buffer
             if output is not None:
                 output.parent.mkdir(parents=True, exist_ok=True)
-            to = sys.stdout.buffer if output is None else stack.enter_context(output.open("ab"))
-            if output is not None:
+                to = stack.enter_context(output.open("ab"))
                 hold(to, output)
                 if not goes_on:
                     to.truncate(0)
