@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +108,9 @@ def parse(applications: Sequence[Application]) -> dict[str, Config]:
     """Application name -> its `args:`, for the sections that are valid on this machine."""
     parsed: dict[str, Config] = {}
     for application in applications:
-        service = service_of(application)
-        if service and not _wrong_args(application, "applications"):
-            parsed[str(application.get("name"))] = service.config.parse(application.get("args") or {}, "args")
+        if service := service_of(application):
+            with suppress(ConfigError):  # reported by `problems`
+                parsed[str(application.get("name"))] = service.config.parse(application.get("args") or {}, "args")
     return parsed
 
 

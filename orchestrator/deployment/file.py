@@ -239,9 +239,12 @@ def _whole(raw: dict[str, Any], path: str | Path, check_services: bool) -> Servi
     if not (runs or listed):
         problems.append(f"{path}: applications: empty; a file of services holds one or more")
     orchestrator, wrong = _orchestrator(raw) if runs else (None, [])
-    orchestrator = orchestrator and _with_services_used(orchestrator, [str(entry.get("name")) for entry in listed])
+    if orchestrator:
+        names = [str(entry.get("name")) for entry in listed]
+        used = _used(orchestrator.services, orchestrator.algorithm, names)
+        orchestrator = orchestrator.model_copy(update={"services": used})
     if check_services:
-        problems += applications.problems(listed, _needed(raw, orchestrator) if runs else {})
+        problems += applications.problems(listed, _needed(raw, orchestrator))
         problems += _wrong_for_serve(raw | {"applications": listed}, problems) + guarded.problems(raw, listed)
     problems += wrong
     if orchestrator and not problems:
@@ -292,12 +295,6 @@ def _services_of(raw: Mapping[str, Any]) -> ServicesConfig | None:
         [str(entry.get("name")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     )
     return _used(services, algorithm, names)
-
-
-def _with_services_used(orchestrator: OrchestratorConfig, names: Collection[str]) -> OrchestratorConfig:
-    """The run without the services that it does not use."""
-    used = _used(orchestrator.services, orchestrator.algorithm, names)
-    return orchestrator.model_copy(update={"services": used})
 
 
 def _used(services: ServicesConfig, algorithm: Algorithm, names: Collection[str]) -> ServicesConfig:
