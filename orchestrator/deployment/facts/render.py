@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import yaml
@@ -56,7 +57,8 @@ def render(path: Path) -> str:
         raise ConfigError(f"{path}: is a whole file already; give one that states facts")
     whole = derived(raw, path)
     lines = path.read_text(encoding="utf-8").splitlines()
-    own = "\n".join(line.removeprefix("#").removeprefix(" ") for line in itertools.takewhile(_is_comment, lines))
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    own = "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment)
     head = f"Rendered by `quartet render {path}`. Change the facts there and render them again."
     return _rendered(whole, f"{own}\n\n{head}{_KEYS}" if own else f"{head}{_KEYS}")
 
@@ -71,7 +73,7 @@ def _rendered(raw: Mapping[str, Any], head: str) -> str:
         lines = "applications:\n"
         for application in section:
             described = _OF_SERVICES.get(str(application.get("name")))
-            lines += (f"\n  # {described}\n" if described else "\n") + _indented(_text([application]))
+            lines += (f"\n  # {described}\n" if described else "\n") + indent(_text([application]), "  ")
         parts.append(lines)
     return _remarked("\n".join(parts))
 
@@ -85,10 +87,6 @@ def _text(value: Any, in_lines: bool = False) -> str:
     return text
 
 
-def _indented(text: str) -> str:
-    return "".join(f"  {line}" for line in text.splitlines(keepends=True))
-
-
 def _remarked(text: str) -> str:
     lines, told = [], set[str]()
     for line in text.splitlines():
@@ -99,7 +97,3 @@ def _remarked(text: str) -> str:
             line = f"{line}  # {remark}"
         lines.append(line)
     return "\n".join(lines) + "\n"
-
-
-def _is_comment(line: str) -> bool:
-    return line.startswith("#")
