@@ -66,20 +66,17 @@ SAMPLING, TRAINING = PHASES = ("sampling", "training")
 def rank_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool, bucket: int = 0) -> int:
     """Most memory of one rank of a learner. `logits` is True for a language model, False for a value model; `bucket`
     is the size of a bucket of a push, which the policy packs on its GPU between updates."""
-    resting = _resting(config, shape if logits else shape.body) + SENT_BUCKETS * bucket
-    return max(learner_bytes(config, shape, logits=logits), resting) + _communicator(config) + CONTEXT
+    most = learner_bytes(config, shape, logits=logits) + _communicator(config) + CONTEXT
+    return max(most, resting_bytes(config, shape, logits=logits, bucket=bucket))
 
 
 def resting_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool, bucket: int = 0) -> int:
-    """Memory of one rank of a learner with `colocate` between its updates: its weights, and for a critic a forward
-    pass or for a policy a push. Such a learner is on ZeRO 1 or 2, where every rank has all weights."""
-    return _resting(config, shape if logits else shape.body) + SENT_BUCKETS * bucket + _communicator(config) + CONTEXT
-
-
-def _resting(config: LearnerConfig, shape: ModelSize) -> int:
-    width = BYTES[config.dtype]
+    """Memory of one rank of a learner between its updates: its weights, a forward pass, and for a policy the buckets
+    of a push."""
+    shape, width = shape if logits else shape.body, BYTES[config.dtype]
     number = shape.parameters // (config.ranks if config.zero_stage == 3 else config.tensor_parallel.size)
-    return number * width + shape.passing(config.micro_batch_tokens, width)
+    pushed = shape.passing(config.micro_batch_tokens, width) + SENT_BUCKETS * bucket
+    return number * width + pushed + _communicator(config) + CONTEXT
 
 
 def _communicator(config: LearnerConfig) -> int:
