@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -206,7 +205,7 @@ def _await(address: str, server: subprocess.Popen[bytes], folder: Path) -> None:
         try:
             with urllib.request.urlopen(address, timeout=5):
                 return
-        except (urllib.error.URLError, OSError):
+        except OSError:
             if server.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{PEER} did not start:\n{tails(folder)}") from None
             time.sleep(0.5)

@@ -5,7 +5,6 @@ import os
 import secrets
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -252,7 +251,7 @@ def _await_dashboard(cluster: Cluster, head: "subprocess.Popen[bytes]", log: Pat
         try:
             applications(cluster)
             return
-        except (urllib.error.URLError, OSError):
+        except OSError:
             time.sleep(_LOOK_EVERY_S)
     raise ClusterError(f"Ray was not ready within {timeout_s:.0f} s:\n{last_words(log)}")
 

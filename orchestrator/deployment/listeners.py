@@ -33,7 +33,8 @@ class Listener:
     port: int
 
     def __str__(self) -> str:
-        return f"{_joined(self.host, self.port)} of {self.process} (pid {self.pid})"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port} of {self.process} (pid {self.pid})"
 
     @property
     def on_loopback(self) -> bool:
@@ -74,10 +75,6 @@ def _of(process: psutil.Process) -> list[Listener]:
         for connection in connections
         if connection.status == psutil.CONN_LISTEN
     ]
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_ports(ports: Mapping[str, int]) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -27,7 +27,7 @@ def family(mark: str) -> list[psutil.Process]:
     members: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if process.pid not in members and inherited(process, mark):
-            members |= {member.pid: member for member in (process, *_under(process))}
+            members |= {member.pid: member for member in (process, *(_told(process.children, recursive=True) or ()))}
     return list(members.values())
 
 
@@ -70,10 +70,6 @@ def inherited(process: psutil.Process, mark: str) -> bool:
         return process.uids().real == os.getuid() and process.environ().get(MARK) == mark
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
-
-
-def _under(process: psutil.Process) -> Iterator[psutil.Process]:
-    yield from _told(process.children, recursive=True) or ()
 
 
 def _alive_after(members: Sequence[psutil.Process], patience_s: float) -> list[psutil.Process]:
