@@ -35,6 +35,7 @@ import torch
 import typer
 import yaml
 
+from benchmarks.arguments import check_known
 from benchmarks.ended import lines
 from benchmarks.figures import keep_file
 from benchmarks.gpu.models import LETTERS, make, shape
@@ -70,6 +71,7 @@ def main(
     out: Path = Path("runs/gpu"),
 ) -> None:
     """Runs the benchmark and prints its results."""
+    check_known(ways.split(";"), WAYS, "--ways")
     results = Results("step", out)
     for size in sizes.split(","):
         with tempfile.TemporaryDirectory() as temporary:
@@ -90,8 +92,6 @@ def _in_turn(
     results: Results, size: str, quartet: Quartet, raw: dict[str, Any], ways: Sequence[str], updates: int
 ) -> None:
     """Keeps a row for each way, until one fails."""
-    if unknown := [way for way in ways if way not in WAYS]:
-        raise typer.BadParameter(f"--ways: {unknown[0]!r} is none of {', '.join(WAYS)}")
     try:
         for way in ways:
             trace = (

@@ -8,6 +8,7 @@ import typer
 
 from benchmarks import adapters, agents, beside, demo_seeds, loop_cost, pipeline, push
 from benchmarks.arguments import numbers
+from benchmarks.gpu import step
 from benchmarks.vs_trl import __main__ as vs_trl
 
 
@@ -19,7 +20,13 @@ def started(*_: Any, **__: Any) -> NoReturn:
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("adapters.make", "agents.Quartet", "beside.Quartet", "demo_seeds._train", "loop_cost.measured"):
         monkeypatch.setattr(f"benchmarks.{place}", started)
-    for place in ("loop_cost.subprocess.run", "pipeline.quartet", "push.Fleet", "vs_trl.__main__.make_environment"):
+    for place in (
+        "gpu.step.Results",
+        "loop_cost.subprocess.run",
+        "pipeline.quartet",
+        "push.Fleet",
+        "vs_trl.__main__.make_environment",
+    ):
         monkeypatch.setattr(f"benchmarks.{place}", started)
 
 
@@ -38,6 +45,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (loop_cost.main, {"size": ["0x16"]}, "512x1024"),
         (pipeline.main, {"case": ["none"]}, "reward-bound"),
         (push.main, {"replicas": "1,0"}, "from 1 on"),
+        (step.main, {"ways": "lock-step;behind"}, "two engines"),
         (push.main, {"backend": "nccl"}, "cuda-ipc"),
         (vs_trl.main, {"case": ["demo", "grpo", "none"]}, "20M-grpo"),
     ],
