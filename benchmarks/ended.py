@@ -17,6 +17,11 @@ SIDE = "QUARTET_BENCHMARK_SIDE"
 """The same of one side of a benchmark, which may run within a command that is marked."""
 
 
+def python_path() -> str:
+    """PYTHONPATH with the project's root before what is in it: libraries may be there that are nowhere else."""
+    return os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def ended(
     command: Sequence[str], environment: Mapping[str, str], folder: Path | None, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from benchmarks.emulated.pace import Pace
+from benchmarks.ended import python_path
 from orchestrator.commands.up import up
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster
@@ -39,8 +40,7 @@ class Quartet:
 @contextlib.contextmanager
 def quartet(pace: Pace) -> Iterator[Quartet]:
     """Context in which the quartet runs at this pace, in a folder of its own, which is the working directory."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    os.environ |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         file, times = Path("emulated.yaml"), Path(folder, "pace.json")
         make_policy(Path(folder), kind="llama", tied=False)  # is looked at, and its tokenizer used

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.ended import end_marked, logged
+from benchmarks.ended import end_marked, logged, python_path
 from benchmarks.figures import FILES, KEPT, STAGE
 from benchmarks.lent.ledger import CUT_OFF, DONE, FAILED, FINAL, NAME, TOO_SLOW, TRIES, Ledger
 from benchmarks.lent.stages import CPU_S, PEER, STAGES, Stage
 from benchmarks.tails import tails
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
@@ -173,9 +172,8 @@ class Runner:
         log = self._folder / "stage.log"
         arguments = stage.gpu if self._device == "cuda" else stage.cpu
         words = [self._peer if word == PEER else word for word in arguments]
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         files = os.pathsep.join(map(str, self._ledger.paths))
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path, FILES: files, STAGE: stage.name}
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(), FILES: files, STAGE: stage.name}
         # A stage that is killed removes neither models nor logs. Ray's sockets allow short paths only.
         scratch = _scratch(mark)
         scratch.mkdir(mode=0o700)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.ended import SIDE, ended, stopped
+from benchmarks.ended import SIDE, ended, python_path, stopped
 from benchmarks.vs_trl.cases import RATE, Case
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.write import Wanted, chosen, compose
@@ -129,11 +129,6 @@ class Quartet:
     def _quartet(self, *arguments: str) -> None:
         environment = os.environ | {"PYTHONPATH": python_path()} | {SIDE: str(self.folder)}
         run([sys.executable, "-m", "orchestrator.cli", *arguments], environment, self.folder)
-
-
-def python_path() -> str:
-    """PYTHONPATH with the project's root before what is in it: libraries may be there that are nowhere else."""
-    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def configured(folder: Path, case: Case) -> dict[str, Any]:

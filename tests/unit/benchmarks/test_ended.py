@@ -8,8 +8,7 @@ import time
 import psutil
 import pytest
 
-from benchmarks.ended import MARK, SIDE, end_marked, ended, lines, marked, stopped
-from benchmarks.vs_trl.sides import python_path
+from benchmarks.ended import MARK, SIDE, end_marked, ended, lines, marked, python_path, stopped
 
 CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
 
