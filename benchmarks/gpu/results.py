@@ -92,10 +92,10 @@ def alone(module: str, arguments: list[str], **variables: str) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def seconds(action: Callable[[], object], device: torch.device, rounds: int = 5, warm_up: int = 2) -> float:
-    """Median over the rounds, with the device idle before and after each."""
+def seconds(action: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """Median over the rounds, after two that warm up, with the device idle before and after each."""
     times = []
-    for round_ in range(-warm_up, rounds):
+    for round_ in range(-2, rounds):
         wait(device)
         began = time.perf_counter()
         action()

@@ -38,16 +38,17 @@ def collect(part: Path, store: Path) -> dict[str, Any]:
     kept = store / MANIFEST
     if kept.exists() and kept.read_text() != text:
         raise Wrong(f"{part} is of another packing than what is in {store}: remove {store}, and send all parts again")
+    number = number_of(part, manifest)
     wrong = []
     for file in manifest["files"]:
         for piece in file["pieces"]:
             source = part / piece["name"]
-            if piece["part"] != manifest_part(part, manifest) or (store / "files" / file["name"]).exists():
+            if piece["part"] != number or (store / "files" / file["name"]).exists():
                 continue
             if not source.exists() or digest(source) != piece["sha256"]:
-                number = piece["name"].removeprefix(file["name"])
+                suffix = piece["name"].removeprefix(file["name"])
                 wrong.append(
-                    f"{file['name']}: its piece {number} is missing in {part}, or has other bytes than packed"
+                    f"{file['name']}: its piece {suffix} is missing in {part}, or has other bytes than packed"
                 )
                 continue
             shutil.copyfile(source, store / "pieces" / "new")
@@ -58,7 +59,7 @@ def collect(part: Path, store: Path) -> dict[str, Any]:
     return manifest
 
 
-def manifest_part(part: Path, manifest: dict[str, Any]) -> int:
+def number_of(part: Path, manifest: dict[str, Any]) -> int:
     """Number of a part, which its file NUMBER holds."""
     number = int((part / "NUMBER").read_text())
     if not 1 <= number <= manifest["parts"]:
