@@ -9,11 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-"""Lets an idle thread sleep: on cores that others use too, spinning ones slow training down several times.
-
-Read when torch is first imported, so set before that.
-"""
+from quartet.config.base import IDLE_THREADS_SLEEP
 
 LARGEST_SEED = 2**32 - 1
 """Largest seed of the trainings that make the models."""
@@ -31,7 +27,7 @@ def run(recipe: str, make: Make, arguments: Sequence[str] | None = None) -> None
     parser.add_argument("--out", type=Path, default=Path("models") / recipe, help="folder to write to")
     parser.add_argument("--seed", type=_seed, default=0, help=f"seed of all that is made, up to {LARGEST_SEED}")
     chosen = parser.parse_args(arguments)
-    os.environ.update(PATIENT | os.environ)
+    os.environ |= IDLE_THREADS_SLEEP | os.environ
     try:
         make(chosen.out, chosen.seed, Console(highlight=False, markup=False, soft_wrap=True))
     except OSError as error:
