@@ -41,7 +41,7 @@ class EvaluatedSample:
     def parse(cls, line: str | bytes, where: str) -> Self:
         """Reads one line of an evaluation file. ConfigError, which begins with `where`, if the line is wrong."""
         where = f"{where}: not a sample of an evaluation"
-        raw = parse_object(line, where, parse_int=whole)
+        raw = {"label": "", **parse_object(line, where, parse_int=whole)}
         for name, kinds, words in _FIELDS:
             if name not in raw:
                 raise ConfigError(f"{where}: {name}: required")
