@@ -63,12 +63,13 @@ def deep() -> Iterator[int]:
     ],
 )
 def test_work_beyond_its_limits_is_one_line(work: Any, said: str) -> None:
+    gc.collect()  # of tests before, whose files would be closed meanwhile
     begun, files, children = time.monotonic(), len(os.listdir("/proc/self/fd")), set(psutil.Process().children())
     with fails(said) as caught:
         list(bounded(work, "x", memory=GIB // 4, seconds=0.5 if work is endless else 60))
     assert "\n" not in str(caught.value)
     assert time.monotonic() - begun < 30
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
     assert set(psutil.Process().children()) <= children
 
 
