@@ -408,7 +408,7 @@ def test_members_leave_a_transfer_by_gloo_that_a_member_holds_up_when_the_sender
     assert failures.keys() == {"sender", "receiver"}
     for group in stopped:
         group.close()
-    assert not left_behind()
+    _until(lambda: not left_behind())
     _until(lambda: FREEING not in {thread.name for thread in threading.enumerate()})
     sender.close()
 
