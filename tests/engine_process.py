@@ -45,11 +45,17 @@ async def _start(config: dict[str, Any], plain: bool) -> None:
     host = EngineHost()
     with pytest.MonkeyPatch.context() as patch:
         if plain:
-            from tests.plain_worker import plain_args
+            from services.rollout.vllm.arguments import engine_args
 
-            patch.setattr("services.rollout.vllm.engine.engine_args", plain_args)
+            changed = "services.rollout.vllm.engine.engine_args"
+            patch.setattr(changed, lambda *given: _with_plain_workers(engine_args(*given)))
         await host.start(config)
     _hosts.append(host)
+
+
+def _with_plain_workers(arguments: Any) -> Any:
+    arguments.worker_extension_cls = "tests.plain_worker.PlainWorker"
+    return arguments
 
 
 async def _in_workers(method: str) -> list[Any]:

@@ -96,3 +96,8 @@ def furthest(left: Any, right: Any) -> float:
     pairs = list(zip(left, right, strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
     return max(float(np.nan_to_num(np.abs(a - b), nan=np.inf, posinf=np.inf).max(initial=0)) for a, b in pairs)
+
+
+def product(layer: Any, remove_weight: bool) -> None:
+    """Has a layer of vLLM's CPU build compute with its weights as they are, in place of packed copies of them."""
+    layer.cpu_linear = torch.nn.functional.linear

@@ -31,11 +31,6 @@ PACKED = {"qwen3-moe"}
 """Families whose weights the CPU build packs all the same: they are loaded layer by layer each time."""
 
 
-def plain_product(layer: Any, remove_weight: bool) -> None:
-    """In place of vLLM's packing."""
-    layer.cpu_linear = torch.nn.functional.linear
-
-
 def logprobs(llm: Any) -> list[np.ndarray]:
     """The engine's log-probs of each prompt's tokens but the first."""
     from vllm import SamplingParams
@@ -61,7 +56,7 @@ def pushes(folder: Path, rounds: list[dict[str, torch.Tensor]]) -> list[tuple[li
     open_layers = Mock(side_effect=seam.open_layers)
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain_product)
+        patch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain.product)
         patch.setattr(seam, "open_layers", open_layers)
         config = {"model": str(folder), "dtype": "float32", "max_length": 128, "kv_cache_mib": 16}
         given = dict(vars(engine_args(RolloutConfig.parse(config, "rollout"))))
