@@ -133,7 +133,7 @@ class Worker(WorkerExtension):
         self._weight_update_active = False
 
     def push(self, *, pieces: bool = False) -> None:
-        """Updates as vLLM's GPUWorker does: an update that fails is not active any more."""
+        """Updates as vLLM's GPUWorker does, and as VLLMEngine: an update that failed stays open."""
         manifest, engine = self.receiver.manifest, self.weight_transfer_engine
         engine.start_weight_update()
         self._weight_update_active = True
@@ -145,7 +145,7 @@ class Worker(WorkerExtension):
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Ends a push as VLLMEngine does, which asks for the outcome."""
+        """Asks for the outcome."""
         failure, _ = self.push_outcome()
         if failure:
             raise RuntimeError(failure)
@@ -171,7 +171,7 @@ def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(
     worker.receiver.breaks_at = point
     with pytest.raises(RuntimeError, match="connection reset"):
         worker.push()
-    # vLLM's own flag is down; half of the weights are loaded all the same.
+    # Half of the weights are loaded.
     assert not worker.abort_weight_update()
     worker.receiver.breaks_at, worker.receiver.sent = -1, fresh_weights()
     worker.push()
