@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.arguments import check_known
 from benchmarks.gpu.models import make, tokens
 from benchmarks.gpu.results import Results, alone
 from benchmarks.gpu.watch import Watch, busy
@@ -52,6 +53,7 @@ def main(
     out: Path = Path("runs/gpu"),
 ) -> None:
     """Runs the benchmark and prints its results."""
+    check_known(settings.split(";"), SETTINGS, "--settings")
     results = Results("engine", out)
     dtype = "bfloat16" if device == "cuda" else "float32"
     for size in sizes.split(","):

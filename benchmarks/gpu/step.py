@@ -72,6 +72,7 @@ def main(
 ) -> None:
     """Runs the benchmark and prints its results."""
     check_known(ways.split(";"), WAYS, "--ways")
+    check_known([only] if only else [], ("quartet", "trl"), "--only")
     results = Results("step", out)
     for size in sizes.split(","):
         with tempfile.TemporaryDirectory() as temporary:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.arguments import check_known
 from benchmarks.gpu.breakdown import breakdown, recorded
 from benchmarks.gpu.models import make, shape
 from benchmarks.gpu.results import Cell, Results, alone, seconds
@@ -53,11 +54,13 @@ def main(
     out: Path = Path("runs/gpu"),
 ) -> None:
     """Runs the benchmark and prints its results."""
+    named = sides.split(";") if sides else list(SIDES)
+    check_known(named, SIDES, "--sides")
     results = Results("training", out)
     for size in sizes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder), size)
-            for name in sides.split(";") if sides else SIDES:
+            for name in named:
                 side = ["--side", name, folder, size, str(tokens), str(length), device, str(peak)]
                 results.attempt(f"{size} {name}", partial(alone, MODULE, side))
     if not sides:

@@ -8,7 +8,7 @@ import typer
 
 from benchmarks import adapters, agents, beside, demo_seeds, loop_cost, pipeline, push
 from benchmarks.arguments import numbers
-from benchmarks.gpu import step
+from benchmarks.gpu import engine, step, training
 from benchmarks.vs_trl import __main__ as vs_trl
 
 
@@ -21,7 +21,9 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("adapters.make", "agents.Quartet", "beside.Quartet", "demo_seeds._train", "loop_cost.measured"):
         monkeypatch.setattr(f"benchmarks.{place}", started)
     for place in (
+        "gpu.engine.Results",
         "gpu.step.Results",
+        "gpu.training.Results",
         "loop_cost.subprocess.run",
         "pipeline.quartet",
         "push.Fleet",
@@ -41,11 +43,14 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (beside.main, {"client": ["chat", "evaluations"]}, "evaluation"),
         (demo_seeds.main, {"seeds": "0,one"}, "1,2,4"),
         (demo_seeds.main, {"seeds": "0", "without_kl": "-1"}, "from 0 on"),
+        (engine.main, {"settings": "graphs;lazy"}, "eager"),
         (loop_cost.main, {"size": ["16x16", "512"]}, "512x1024"),
         (loop_cost.main, {"size": ["0x16"]}, "512x1024"),
         (pipeline.main, {"case": ["none"]}, "reward-bound"),
         (push.main, {"replicas": "1,0"}, "from 1 on"),
         (step.main, {"ways": "lock-step;behind"}, "two engines"),
+        (step.main, {"only": "verl"}, "trl"),
+        (training.main, {"sides": "learner;plain"}, "plain loop"),
         (push.main, {"backend": "nccl"}, "cuda-ipc"),
         (vs_trl.main, {"case": ["demo", "grpo", "none"]}, "20M-grpo"),
     ],
