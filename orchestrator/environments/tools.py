@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, PydanticUserError, ValidationError, validate_call
 from transformers.utils import get_json_schema
@@ -87,7 +87,7 @@ class Tools(Environment):
                 made: functools.partial[Any] = self._methods[call.name][1](**call.arguments)
                 return made
             except ValidationError as error:
-                said = error.errors(include_url=False, include_context=False, include_input=False)
+                said = error.errors()
                 wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in said)
         return f"error: {wrong}"[:MOST_TOLD]
 
@@ -143,7 +143,7 @@ def _described(tools: Tools, name: str) -> tuple[Schema, Callable[..., Any]]:
 
     try:
         schema = get_json_schema(method)
-        hints = get_type_hints(method, include_extras=True)
+        hints = get_type_hints(method)
         hints.pop("return", None)
         if odd := [each for hint in hints.values() for each in _leaves(hint) if not _is_written(each)]:
             raise TypeError(
@@ -161,17 +161,15 @@ def _described(tools: Tools, name: str) -> tuple[Schema, Callable[..., Any]]:
 
 def _leaves(hint: Any) -> Iterator[Any]:
     """The types of which a type hint is made."""
-    if get_origin(hint) is Literal:
-        return
-    inner = get_args(hint)
-    if not inner:
+    if not (inner := get_args(hint)):
         yield hint
-    for each in inner[:1] if get_origin(hint) is Annotated else inner:
+    for each in inner:
         yield from _leaves(each)
 
 
 def _is_written(leaf: Any) -> bool:
-    """True for a type whose values are in JSON what transformers says: of a class that it does not know, objects."""
+    """True for a type whose values are in JSON what transformers says, as those of a class that it does not know are
+    not; and for what is no type, such as a value that a Literal allows."""
     if not isinstance(leaf, type) or dataclasses.is_dataclass(leaf):
         return True
     return leaf in _WRITTEN or issubclass(leaf, dict | BaseModel)

@@ -331,7 +331,7 @@ def _parsed(kind: Any, given: dict[str, Any]) -> Any:
             request.stop = stop
         return request
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors()[0]
         where = clean_loc_for_param(first["loc"]) if first["loc"] else ""
         raise InvalidArgument(f"{where or 'the request'}: {first['msg'][:300]}") from None
     except VLLMClientError as error:
