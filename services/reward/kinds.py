@@ -402,7 +402,7 @@ class JudgeScorerConfig(_Kind):
             yield f"template: lacks {', '.join(missing)}"
         if self.lowest >= self.highest:
             yield f"highest: {self.highest:g}; should be more than lowest, {self.lowest:g}"
-        _check_clear(self.url, self.api_key)
+        yield from _in_the_clear(self.url, self.api_key)
 
     def _field_of(self, variable: str) -> str:
         return "api_key" if variable == self.api_key else "environment"
@@ -442,7 +442,7 @@ class RemoteScorerConfig(WorkerScorerConfig):
         others = {"api_key"} if self.target else {"application"}
         if wrong := sorted(others & self.model_fields_set):
             yield f"{wrong[0]}: belongs to {'url' if self.target else 'target'}"
-        _check_clear(self.url, self.api_key)
+        yield from _in_the_clear(self.url, self.api_key)
 
     def _field_of(self, variable: str) -> str:
         return "api_key" if variable == self.api_key else "environment"
@@ -453,13 +453,13 @@ class RemoteScorerConfig(WorkerScorerConfig):
         return ""
 
 
-def _check_clear(url: str, key: str) -> None:
-    """ValueError if a key would cross a network in the clear."""
+def _in_the_clear(url: str, key: str) -> Iterator[str]:
+    """Yields what is wrong where a key would cross a network in the clear."""
     if key and url.startswith("http:") and not on_loopback(urlsplit(url).hostname or ""):
-        raise ValueError(f"url: {url} would get the key in the clear; use https")
+        yield f"url: {url} would get the key in the clear; use https"
 
 
-def _references(schema: Any) -> "list[str]":
+def _references(schema: Any) -> list[str]:
     """All `$ref` in a schema."""
     if isinstance(schema, dict):
         own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
