@@ -169,7 +169,7 @@ def _leaves(hint: Any) -> Iterator[Any]:
 
 def _is_written(leaf: Any) -> bool:
     """True for a type whose values are in JSON what transformers says, as those of a class that it does not know are
-    not; and for what is no type, such as a value that a Literal allows."""
+    not; and for values that a Literal allows."""
     if not isinstance(leaf, type) or dataclasses.is_dataclass(leaf):
         return True
     return leaf in _WRITTEN or issubclass(leaf, dict | BaseModel)

@@ -179,13 +179,13 @@ class LearnerConfig(Config):
             yield "lora goes with tensor_parallel.size 1 only; adapters are not divided"
         if self.freeze_attention and self.lora:
             yield "freeze_attention: adapters leave all weights as they are; leave out one of the two"
-        if self.freeze_attention and self.tensor_parallel.size > 1:
+        if self.freeze_attention and size > 1:
             yield "freeze_attention goes with tensor_parallel.size 1 only"
         if self.packing and self.attn_implementation == "eager":
             yield "packing needs attn_implementation sdpa or flash_attention_2; eager mixes the sequences"
         if self.attn_implementation == "flash_attention_2" and self.dtype != "bfloat16":
             yield "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16"
-        if self.compile_layers and (self.zero_stage == 3 or self.tensor_parallel.size > 1):
+        if self.compile_layers and (self.zero_stage == 3 or size > 1):
             yield (
                 "compile_layers: layers that are divided among ranks are not compiled; set it to false, or set "
                 "zero_stage to 2 or lower and tensor_parallel.size to 1"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ray.serve.schema import DeploymentSchema, ServeApplicationSchema
+from ray.serve.schema import ServeApplicationSchema
 
 _CODE = ("import_path", "runtime_env", "args", "autoscaling_policy")
 """Keys of an application that count as its code."""
@@ -54,11 +54,10 @@ def moved(keys: Iterable[str]) -> list[str]:
 
 def _deployments(application: ServeApplicationSchema) -> dict[str, dict[str, Any]]:
     """Name of each deployment that the section lists -> what it sets there."""
-    return {entry.name: _set(entry) for entry in application.deployments}
-
-
-def _set(entry: DeploymentSchema) -> dict[str, Any]:
-    return {key: value for key, value in entry.model_dump(exclude_unset=True).items() if value is not None}
+    return {
+        entry.name: {key: value for key, value in entry.model_dump(exclude_unset=True).items() if value is not None}
+        for entry in application.deployments
+    }
 
 
 def _policy(entry: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ def _unknown(kind: Any, given: Any, where: str) -> Iterator[str]:
                 yield f"{where}.{name}: {unknown(str(name), set(model.model_fields))}"
             else:
                 yield from _unknown(field.annotation, value, f"{where}.{name}")
-        if model is not kind and dict in map(_plain, get_args(kind)):
+        if model is not kind and dict in (get_origin(choice) or choice for choice in get_args(kind)):
             # Serve checks the contents of plain dictionaries only when it deploys.
             yield from _refused(model, given, where)
 
@@ -93,10 +93,6 @@ def _refused(model: type[BaseModel], given: Mapping[str, Any], where: str = "") 
 
 def _label(entry: Any, index: int) -> str:
     return str(entry.get("name", index)) if isinstance(entry, Mapping) else str(index)
-
-
-def _plain(kind: Any) -> Any:
-    return get_origin(kind) or kind
 
 
 def _model(kind: Any) -> type[BaseModel] | None:

@@ -10,6 +10,8 @@ from quartet.wire.errors import Unauthenticated
 SESSION = re.compile(r"session-[0-9a-f]{32}(?:-[0-9]{1,4})?")
 """Form of a session's number, which the door chooses. Of several that are started together each has its place behind
 the number of all."""
+KEY = "quartet-session-key"
+"""Header with the key of a session that is being started, from the door to the replica that answers with it."""
 _KEY, _BETWEEN = "qs", "~"
 
 

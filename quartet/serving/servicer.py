@@ -1,6 +1,5 @@
 """Decorators of a replica's RPC methods, which turn each error into a gRPC status."""
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -89,7 +88,7 @@ def _reported(error: Exception, method: str, context: Context) -> Exception:
     """Sets the status on the context. Only the text of a ServiceError reaches the caller: others may hold secrets."""
     if isinstance(error, ServiceError):
         code, details = error.code, str(error)
-    elif isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+    elif isinstance(error, TimeoutError):
         code, details = grpc.StatusCode.DEADLINE_EXCEEDED, f"{method}: out of time"
     else:
         log.exception("%s failed", method)

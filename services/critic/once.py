@@ -60,4 +60,4 @@ class Once(Generic[Result]):
 
     def _failed(self) -> bool:
         result = self._result
-        return result is not None and (result.done() and (result.cancelled() or result.exception() is not None))
+        return result is not None and result.done() and (result.cancelled() or result.exception() is not None)

@@ -150,8 +150,10 @@ class RolloutClient(ServiceClient[RolloutStub]):
                     if samples := remaining.receive(response, asked, begun, call):
                         yield samples
                 failure: ServiceError = Unavailable(f"{call}: ended with {len(remaining)} samples missing")
-            except (grpc.RpcError, TimeoutError) as error:
-                failure = _failure(error, call, stall_s)
+            except grpc.RpcError as error:
+                failure = from_rpc(error, call)
+            except TimeoutError:
+                failure = Unavailable(f"{call}: a replica was silent for {stall_s:g} s")
             finally:
                 stream.cancel()  # a caller that leaves early must not leave the replica sampling
             if (again := remaining.among(asked)) and not remaining.halve(again, failure):
@@ -168,7 +170,8 @@ class RolloutClient(ServiceClient[RolloutStub]):
         versions: tuple[int, int | None],
         timeout_s: float,
     ) -> grpc.aio.UnaryStreamCall:
-        _check_seeds(seeds, len(prompts))
+        if seeds is not None and len(seeds) != len(prompts):
+            raise InvalidArgument(f"seeds: {len(seeds)} for {len(prompts)} prompts; give one each, or None")
         tokens = [begun[index].response_ids if index in begun else np.empty(0, np.int32) for index in asked]
         request = pb.GenerateRequest(
             prompts=pack_sequences([prompts[index] for index in asked]),
@@ -239,11 +242,6 @@ class RolloutClient(ServiceClient[RolloutStub]):
         return list(reply.reports)
 
 
-def _check_seeds(seeds: Sequence[int] | None, prompts: int) -> None:
-    if seeds is not None and len(seeds) != prompts:
-        raise InvalidArgument(f"seeds: {len(seeds)} for {prompts} prompts; give one each, or None")
-
-
 async def _pause(failure: ServiceError, refusal: ServiceError | None, backoff: Backoff, missing: str) -> ServiceError:
     """Waits before the next try; returns why the last one was refused.
 
@@ -264,12 +262,6 @@ async def _pause(failure: ServiceError, refusal: ServiceError | None, backoff: B
         raise failure
     await backoff.wait(failure)
     return failure
-
-
-def _failure(error: Exception, call: str, stall_s: float) -> ServiceError:
-    if isinstance(error, grpc.RpcError):
-        return from_rpc(error, call)
-    return Unavailable(f"{call}: a replica was silent for {stall_s:g} s")
 
 
 async def _heard(stream: grpc.aio.UnaryStreamCall, stall_s: float) -> AsyncIterator[pb.GenerateResponse]:

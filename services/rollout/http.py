@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quartet.security.identity import Caller, caller_of
-from quartet.security.session_key import is_one_of_several, key_of
+from quartet.security.session_key import KEY, is_one_of_several, key_of
 from quartet.serving.admission import Admission
 from quartet.serving.desk import Desk
 from quartet.serving.http import HeaderMetadata, health, refused, share_of_request
@@ -26,9 +26,6 @@ from services.rollout.sessions import MOST_OF_A_SESSION
 if TYPE_CHECKING:  # the replica needs neither before it starts
     from protos import rollout_pb2 as pb
     from services.rollout.interface import Engine
-
-KEY = "quartet-session-key"
-"""Header with the key that the proxy has made for a session that is being started."""
 
 
 class Completions(Protocol):

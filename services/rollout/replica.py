@@ -154,20 +154,13 @@ class Rollout(HealthMixin, HttpMixin):
                     yield answer
 
     def _check_held(self, request: pb.GenerateRequest) -> None:
-        """Raises unless the lease of the request holds this replica, which serves one of its versions."""
-        self._check_lease(request)
-        self._check_version(request)
-
-    def _check_lease(self, request: pb.GenerateRequest) -> None:
-        """A run that was taken over gets no more samples. Calls that name no version need no lease."""
+        """Raises unless the lease of the request holds this replica, which serves one of its versions: a run that was
+        taken over gets no more samples. Calls that name no version need no lease."""
         if request.HasField("lease") or request.min_version or request.HasField("max_version"):
             self._member.check(request.lease)
-
-    def _check_version(self, request: pb.GenerateRequest) -> None:
-        """Versions of two timelines are not compared."""
         check_versions(request)
         version = self._engine.version
-        if request.HasField("lease"):
+        if request.HasField("lease"):  # versions of two timelines are not compared
             self._member.at.check(request.lease.number, self._replica, "version")
         served = f"{self._replica} serves {version}"
         if version < request.min_version:

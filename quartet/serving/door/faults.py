@@ -1,29 +1,16 @@
 """Errors of Serve itself, replaced for the caller by a status and a plain line without Ray's text."""
 
 import re
-from typing import Any, Protocol
 
 import grpc
 
+from quartet.serving.door.call import CallContext
 from quartet.wire.errors import REPLICA_DIED, REPLICA_LOST
-
-
-class CallStatus(Protocol):
-    """The status of a call, which may not be set yet."""
-
-    def code(self) -> Any: ...
-
-    def details(self) -> Any: ...
-
-    def set_code(self, code: Any) -> None: ...
-
-    def set_details(self, details: str) -> None: ...
-
 
 _OWN_ERROR = re.compile(r"[\w./ -]+: internal error \(\w+\); see the log")
 
 
-def presentable(call: CallStatus) -> None:
+def presentable(call: CallContext) -> None:
     """Replaces Ray's text about a failure, which holds addresses, process ids, paths and traces.
 
     The death of a replica becomes UNAVAILABLE, since another replica can answer the same call.

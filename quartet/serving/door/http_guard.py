@@ -17,7 +17,7 @@ from quartet.security.gate import Gate
 from quartet.security.http_routes import ROUTES, STARTS_SESSION, http_route
 from quartet.security.identity import Caller
 from quartet.security.port import on_loopback
-from quartet.security.session_key import SESSION, SessionKeys, new_session
+from quartet.security.session_key import KEY, SESSION, SessionKeys, new_session
 from quartet.serving.door.connections import Connections, spelled
 from quartet.serving.door.http_server import LARGEST_HEADERS
 from quartet.serving.door.log_lines import Refusals
@@ -35,8 +35,6 @@ _SCORER = re.compile(r"\A/scorers/[^/]{1,256}(?=/)")
 replica says whether there is one of that name."""
 _SCORE = re.compile(r"\A/[^/]{1,256}(?=/)")
 """The name of one of its scores after that."""
-KEY = "quartet-session-key"
-"""Header with the key of a session that is being started, for the replica to answer with."""
 _NAMED = "x-session-id"
 """Header with which a caller names one of its sessions. Numbers of other forms are not sessions of ours: clients send
 them for other servers' routing."""

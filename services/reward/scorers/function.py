@@ -166,7 +166,7 @@ class FunctionScorer:
             return Unscored(
                 Outcome.FAILED, f"{self._name} needs more memory than memory_gib, {self._config.memory_gib:g}, allows"
             )
-        place = f"line {int(raised['line'])} of {_plain(Path(_plain(raised['file'])).name)}"
+        place = f"line {int(raised['line'])} of {Path(_plain(raised['file'])).name}"
         return Unscored(
             Outcome.TIMEOUT if raised["late"] else Outcome.FAILED,
             f"{self._name} raised {_plain(raised['name'])} in {place}; {_see_log()}",

@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quartet.config.limits import LimitsConfig
+from quartet.security.session_key import KEY
 from quartet.serving.desk import Desk
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted, ServiceError
 from services.rollout import http
-from services.rollout.http import KEY, Door
+from services.rollout.http import Door
 from services.rollout.metrics import METRICS, packed
 from services.rollout.session_holder import OpenSession
 from services.rollout.session_trajectory import as_json
