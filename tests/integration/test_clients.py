@@ -3,8 +3,6 @@
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from services.rollout.sample import Sampling
 from tests.cluster import Quartet
 from tests.configuration import REPO
 from tests.http_requests import ask, bearer
+from tests.installed import installed
 
 pytestmark = pytest.mark.exhaustive
 PEER = Path(__file__).parents[1] / "clients_peer.py"
@@ -31,17 +30,6 @@ SAID = [{"role": "user", "content": "w8 w9"}]
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the clients in it."""
     return installed(tmp_path_factory.mktemp("clients") / "environment", LIBRARIES)
-
-
-def installed(folder: Path, libraries: Sequence[str]) -> Path:
-    """The Python of a new environment with these libraries."""
-    uv, wheels = str(Path(sys.executable).with_name("uv")), os.environ.get("PIP_FIND_LINKS")
-    # As in the Makefile: a CPU build of torch is in a folder of wheels, or else on PyTorch's own index.
-    torch, environment = ([], {"UV_FIND_LINKS": wheels}) if wheels else (["--torch-backend", "cpu"], {})
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
-    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python"), *torch, *libraries]
-    subprocess.run(install, check=True, env=os.environ | environment)
-    return folder / "bin/python"
 
 
 @pytest.fixture

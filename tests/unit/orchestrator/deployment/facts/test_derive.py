@@ -18,6 +18,7 @@ from orchestrator.deployment.facts.facts import APPLICATION_KEYS, DEPLOYMENT_KEY
 from orchestrator.deployment.facts.read import derived
 from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
+from tests.configuration import REPO
 from tests.lint.configuration import INTRODUCTION
 from tests.unit.preflights import application, args
 
@@ -126,6 +127,25 @@ def test_an_agent_is_one_fact_and_all_lengths_have_room_for_its_conversations(
     assert (run.data.max_prompt_length, run.longest_response) == (78, 50)
     with pytest.raises(ConfigError, match=r"^security.http: should be true"):
         preflight(loaded(facts | {"agent": bounds}, tmp_path))
+
+
+def test_the_facts_of_the_page_give_the_agent_for_openenv_what_it_needs(
+    facts: dict[str, Any], tmp_path: Path
+) -> None:
+    page = (REPO / "docs/extend.md").read_text()
+    [block] = re.findall(r"^```yaml\n([^`]*openenv_tools[^`]*)^```$", page, re.MULTILINE)
+    stated = yaml.safe_load(block)
+    tasks = tmp_path / stated["prompts"]["path"]
+    tasks.write_text('{"prompt": "w4", "reset": {"wanted": 7}}\n{"prompt": "w5", "reset": {"task": 3}}\n' * 4)
+    deployment = loaded(facts | stated | {"prompts": stated["prompts"] | {"path": str(tasks)}}, tmp_path)
+    inputs = preflight(deployment)
+    assert inputs.agent is not None
+    assert inputs.agent.name == "examples.openenv_tools:play"
+    assert deployment.orchestrator.agent is not None
+    assert deployment.orchestrator.agent.at_once == 16
+    assert args(deployment.raw, "rollout")["tool_parser"] == "hermes"
+    assert args(deployment.raw, "reward")["scorer"] == {"kind": "column", "missing": 0}
+    assert [each.columns for each in inputs.train.prompts][:2] == [{"reset": {"wanted": 7}}, {"reset": {"task": 3}}]
 
 
 def test_what_is_wrong_with_an_environment_is_told_by_its_fact(facts: dict[str, Any], tmp_path: Path) -> None:
