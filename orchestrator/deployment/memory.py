@@ -32,7 +32,8 @@ COMMUNICATOR_OF_ONE = GIB // 10
 SENT_BUCKETS = 2
 """Buckets of a push that the sender has on its GPU: one is packed while the one before is copied."""
 LOADED_BUCKETS = 3
-"""Buckets of a push that a worker of a replica has on its GPU: one arrives, one is loaded, and as much is kept of a
+"""Buckets of a push that a worker of a replica has on its GPU: of each sender one arrives, one is staged, and as much
+may be put together of its pieces. While they are loaded, one is copied there, one is loaded, and as much is kept of a
 layer that is not complete."""
 DEFAULT_BATCHED_TOKENS = 16_384
 """Tokens in one step of vLLM on a large GPU, by default."""
@@ -93,7 +94,7 @@ def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool, longes
 
 def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int, bucket: int = 0) -> int:
     """Memory of one worker of a rollout replica, on a GPU of `gpu` bytes, with a push in buckets of `bucket` bytes,
-    which are beside the share that vLLM takes."""
+    one of each sender together, which are beside the share that vLLM takes."""
     pushed = LOADED_BUCKETS * bucket
     if config.kv_cache_mib is None:
         return int(gpu * config.gpu_memory_utilization) + pushed
@@ -115,6 +116,9 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
     longest, _ = run.longest_sequence
     parts = []
     bucket = bucket_bytes(shape_at(run.policy.model), run)
+    arriving = bucket + (weights.senders - 1) * (
+        weights.bucket_mib << 20
+    )  # one of each sender, one of which is large
     for placed in deployment.placed():
         section, share = placed.section, placed.gpus
         if not share or isinstance(section, CriticConfig):
@@ -122,7 +126,7 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
         # A frozen model with several GPUs has its layers divided among them.
         whole = isinstance(section, RolloutConfig)
         workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
-        size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket, longest)
+        size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), arriving, longest)
         if isinstance(section, RolloutConfig) and weights.stage == "gpu":
             # Of weights received and not committed, of which several workers have a part each.
             size += copy_bytes(shape_at(section.model), section.dtype, section.adapters) // workers

@@ -124,6 +124,9 @@ class GroupReceiver:
         """The GPU in whose memory they are staged, if they are this worker's pieces or it is the only one; None: in
         host memory."""
         self._groups: list[Group] = []
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        """The GPU's stream on which buckets of a sender are staged. Kept from push to push, since torch keeps what
+        intermediate results took for the next ones of the same stream."""
         self._left = threading.Event()
         """Set when this member leaves its groups."""
         self._staged: Buckets | StagedPieces | None = None
@@ -191,7 +194,7 @@ class GroupReceiver:
                     arriving = carriers[turn % len(carriers)][: sizes[number]]
                 groups[sender].broadcast(arriving)
                 stage = partial(self._staged_from, arriving, partial(take, number) if take else None)
-                digests[number] = stagers.submit(_beside(arriving.device, stage))
+                digests[number] = stagers.submit(self._beside(sender, arriving.device, stage))
             return digests
 
         with ThreadPoolExecutor(senders, "stage") as stagers, ThreadPoolExecutor(senders, "push") as lines:
@@ -276,6 +279,23 @@ class GroupReceiver:
         # As the sender computes it; on a GPU this waits for the copy as well.
         return digest(arrived) if self._carrying is None else device_digest(arrived)
 
+    def _beside(self, sender: int, device: torch.device, work: Callable[[], bytes]) -> Callable[[], bytes]:
+        """The work for another thread: on a GPU it comes after all that was given to this thread's stream so far, and
+        beside all that will be, such as the arrival of the sender's next bucket."""
+        if device.type != "cuda":
+            return work
+        if sender not in self._streams:
+            self._streams[sender] = torch.cuda.Stream(device)
+        stream, before = self._streams[sender], torch.cuda.Event()
+        before.record(torch.cuda.current_stream(device))
+
+        def done() -> bytes:
+            stream.wait_event(before)
+            with torch.cuda.stream(stream):
+                return work()
+
+        return done
+
     def buckets(self) -> Iterator[Bucket]:
         """The received buckets, in host memory or on the GPU. RuntimeError if the first of several workers has not
         received them all."""
@@ -330,23 +350,6 @@ def _attached(number: int, size: int) -> Segment | None:
     except RuntimeError as error:
         log.warning("this worker stages weights of its own, as it cannot open those of the first one: %s", error)
         return None
-
-
-def _beside(device: torch.device, work: Callable[[], bytes]) -> Callable[[], bytes]:
-    """The work for another thread: on a GPU it comes after all that was given to this thread's stream so far, and
-    beside all that will be, such as the arrival of the next bucket."""
-    if device.type != "cuda":
-        return work
-    before = torch.cuda.Event()
-    before.record(torch.cuda.current_stream(device))
-
-    def done() -> bytes:
-        stream = torch.cuda.Stream(device)
-        stream.wait_event(before)
-        with torch.cuda.stream(stream):
-            return work()
-
-    return done
 
 
 def _heed(groups: Sequence[Group], left: threading.Event) -> None:

@@ -25,7 +25,7 @@ from orchestrator.deployment.memory import (
     shortage,
 )
 from orchestrator.environments.config import AgentConfig
-from quartet.config.base import GIB
+from quartet.config.base import GIB, MIB
 from quartet.config.frozen import FrozenConfig
 from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig, LoraConfig
 from quartet.learner import memory
@@ -271,6 +271,17 @@ def test_of_a_push_through_the_gpus_several_workers_have_a_part_each(tmp_path: P
         parts = footprints(load(changed, tmp_path), 80 * GIB, lambda folder: LLAMA["70B"])
         sizes.append({part.name: part.size for part in parts})
     assert sizes[1]["rollout"] - sizes[0]["rollout"] == copy // 4
+
+
+def test_buckets_of_several_senders_arrive_at_the_same_time(tmp_path: Path) -> None:
+    file, sizes = Path(__file__).parents[4] / "deploy" / "ppo-70b-32gpu.yaml", []
+    for senders in (1, 3):
+        changed = tmp_path / f"{senders}.yaml"
+        changed.write_text(file.read_text().replace("bucket_mib: 512,", f"bucket_mib: 512, senders: {senders},"))
+        parts = footprints(load(changed, tmp_path), 80 * GIB, lambda folder: LLAMA["70B"])
+        sizes.append({part.name: part.size for part in parts})
+    assert sizes[1]["rollout"] - sizes[0]["rollout"] == 2 * LOADED_BUCKETS * 512 * MIB
+    assert sizes[1]["policy"] == sizes[0]["policy"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from quartet.weight_transfer.groups.wires import SETTINGS, environment, gloo_wir
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.meeting import find_store, open_store
 from quartet.weight_transfer.memory.buckets import Buckets, checksum
-from quartet.weight_transfer.receiver import GroupReceiver, Joining, _beside
+from quartet.weight_transfer.receiver import GroupReceiver, Joining
 from quartet.weight_transfer.sender import GroupSender
 from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
 
@@ -701,18 +701,20 @@ def test_a_gpu_stages_a_bucket_once_it_is_there_and_beside_what_comes_next(
         told.append("work")
         return b"digest"
 
-    done = _beside(torch.device("cuda", 1), work)
+    gpu = torch.device("cuda", 1)
+    receiver = GroupReceiver(gpu)
+    done = receiver._beside(0, gpu, work)
     told.append("the next bucket")
     assert done() == b"digest"
-    assert told == [
-        "mark the arrivals' stream",
-        "the next bucket",
-        "another stream of cuda:1",
-        "waits for it",
-        "in",
-        "work",
-        "out",
-    ]
+    marked, staged = "mark the arrivals' stream", ["waits for it", "in", "work", "out"]
+    assert told == ["another stream of cuda:1", marked, "the next bucket", *staged]
+    # Its next one goes through the same stream, for whose later work torch keeps the memory of such results.
+    told.clear()
+    receiver._beside(0, gpu, work)()
+    assert told == [marked, *staged]
+    told.clear()
+    receiver._beside(1, gpu, work)()
+    assert told == ["another stream of cuda:1", marked, *staged]
 
 
 def test_a_newcomer_gets_the_copy_while_the_group_of_the_others_stays() -> None:
