@@ -92,8 +92,8 @@ class Receiver(Protocol):
     def check(self) -> None:
         """Raises RuntimeError if the buckets changed after they were received."""
 
-    def release(self) -> None:
-        """Frees memory in which whole buckets are kept, before pieces are received."""
+    def make_room(self, manifest: Manifest, pieces: Pieces | None = None) -> None:
+        """Frees memory that `receive` would not use for these. With several workers it comes before, for all."""
 
     def close(self) -> None:
         """Leaves the group; memory that is kept from push to push stays."""
@@ -112,7 +112,8 @@ class GroupReceiver:
 
     Of several workers of a replica each keeps its own pieces, once they are known. Before, the first one keeps the
     whole buckets, in host memory that it shares; the others hash what they receive, and load from there. All of them
-    have received before any of them loads, and have loaded before any of them receives again.
+    have made room before any of them receives, have received before any of them loads, and have loaded before any of
+    them receives again.
     """
 
     def __init__(self, device: torch.device, wires: Wires = make_wire) -> None:
@@ -213,24 +214,23 @@ class GroupReceiver:
 
     def _prepared_for(self, manifest: Manifest, pieces: Pieces) -> StagedPieces:
         """The staging area for these pieces: that of the push before, if they are the same."""
-        staged = self._staged
-        if not isinstance(staged, StagedPieces) or (staged.manifest, staged.pieces) != (manifest, pieces):
-            self._staged = self._segment = None
+        self.make_room(manifest, pieces)
+        if self._staged is None:
             pinned = self._device.type == "cuda" and self._staging is None
-            self._staged = staged = StagedPieces(manifest, pieces, self._staging, pinned=pinned)
+            self._staged = StagedPieces(manifest, pieces, self._staging, pinned=pinned)
             self._settle()
-        return staged
+        assert isinstance(self._staged, StagedPieces)
+        return self._staged
 
     def _prepared(self, manifest: Manifest) -> Buckets:
         """The staging area for whole buckets: that of the push before, if the manifest is the same."""
         self._received += 1
-        known = isinstance(self._staged, Buckets) and self._staged.manifest == manifest
-        number = None
+        self.make_room(manifest)
+        known, number = self._staged is not None, None
         if self._workers > 1:
             meeting, key = self._groups[0], f"staged {self._first} {self._received}"
             if self._worker == 0:
                 if not known:
-                    self._staged = self._segment = None
                     self._segment = _shared(Buckets.size(manifest))
                 meeting.tell(key, str(self._segment.number if self._segment else 0))
             else:
@@ -314,9 +314,14 @@ class GroupReceiver:
         assert self._staged is not None
         return cut(self._staged.manifest, self.buckets(), pieces)
 
-    def release(self) -> None:
-        """Frees the memory of whole buckets, which all workers share."""
-        if isinstance(self._staged, Buckets):
+    def make_room(self, manifest: Manifest, pieces: Pieces | None = None) -> None:
+        """Frees the staging area unless it is one for these."""
+        staged = self._staged
+        if isinstance(staged, StagedPieces):
+            fits = (staged.manifest, staged.pieces) == (manifest, pieces)
+        else:
+            fits = staged is not None and staged.manifest == manifest and pieces is None
+        if not fits:
             self._staged = self._segment = None
 
     def check(self) -> None:
@@ -395,7 +400,7 @@ class SharedReceiver:
         assert self._manifest is not None
         return cut(self._manifest, self.buckets(), pieces)
 
-    def release(self) -> None:
+    def make_room(self, manifest: Manifest, pieces: Pieces | None = None) -> None:
         """Does nothing: the memory is the learner's."""
 
     def check(self) -> None:

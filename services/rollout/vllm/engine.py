@@ -239,8 +239,11 @@ class VLLMEngine:
     async def receive(self, manifest: Manifest) -> str:
         """Receives the weights; returns their checksum. Of several workers each keeps its own pieces alone, once all
         know which these are."""
-        fields = asdict(manifest)
-        pieces = self.workers > 1 and all(await self.llm.collective_rpc("knows_pieces", args=(fields,)))
+        fields, pieces = asdict(manifest), False
+        if self.workers > 1:
+            pieces = all(await self.llm.collective_rpc("knows_pieces", args=(fields,)))
+            # All give back what they have of other pushes before any takes memory for this one.
+            await self.llm.collective_rpc("make_room", args=(fields, pieces))
         await self.llm.update_weights(WeightTransferUpdateRequest(update_info=fields | {"pieces": pieces}))
         checksums = set(await self._done())
         if len(checksums) != 1:

@@ -127,11 +127,13 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
             raise
 
     def knows_pieces(self, manifest: Manifest) -> bool:
-        """True if pieces of such weights are all that this worker needs. Then it frees the memory that held all."""
-        known = self._loading.pieces(manifest) is not None
-        if known and self._receiver is not None:
-            self._receiver.release()
-        return known
+        """True if pieces of such weights are all that this worker needs."""
+        return self._loading.pieces(manifest) is not None
+
+    def make_room(self, manifest: Manifest, *, pieces: bool) -> None:
+        """Frees memory of earlier pushes that one of such weights does not use; `pieces` as for its update."""
+        if self._receiver is not None:
+            self._receiver.make_room(manifest, self._loading.pieces(manifest) if pieces else None)
 
     def finish_weight_update(self) -> None:
         """Loads the received weights. It is a failure if they changed meanwhile: the model can then only receive
@@ -173,6 +175,11 @@ class WorkerExtension:
     def knows_pieces(self, fields: Mapping[str, Any]) -> bool:
         """True if pieces of the weights of a manifest with these fields are all that this worker needs of them."""
         return bool(self.weight_transfer_engine.knows_pieces(Manifest.from_fields(fields)))
+
+    def make_room(self, fields: Mapping[str, Any], pieces: bool) -> None:
+        """Frees memory of earlier pushes that one with these fields does not use; with `pieces` each worker keeps its
+        own alone."""
+        self.weight_transfer_engine.make_room(Manifest.from_fields(fields), pieces=pieces)
 
     def continue_seeds(self) -> None:
         """Makes this worker continue the seeds of responses that it did not begin."""

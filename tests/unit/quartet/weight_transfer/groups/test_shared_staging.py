@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.buckets import Buckets, checksum
 from quartet.weight_transfer.memory.pinning import READ_ONLY
 from quartet.weight_transfer.memory.shared_memory import Segment
-from quartet.weight_transfer.pieces import Piece
+from quartet.weight_transfer.pieces import Piece, StagedPieces
 from quartet.weight_transfer.receiver import GroupReceiver, Joining
 from quartet.weight_transfer.sender import GroupSender
 from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
@@ -43,10 +44,10 @@ class Replica:
         self.membership = 0
         self.take(1.0)
 
-    def take(self, value: float, count: int = 4) -> None:
-        """Makes the learner's weights, and a sender of them if their shapes are others."""
+    def take(self, value: float, count: int = 4, bucket_bytes: int = 16) -> None:
+        """Makes the learner's weights; those in another number or other buckets need another sender."""
         self.weights = {f"w{i}": torch.full((4,), value + i, device=self._device) for i in range(count)}
-        self.manifest = Manifest.of(self.weights, 16)
+        self.manifest = Manifest.of(self.weights, bucket_bytes)
 
     def join(self) -> None:
         place = {} if self._device == CPU else {"device": self._device}
@@ -70,11 +71,13 @@ class Replica:
     def push(self, number: int, *, pieces: bool = False) -> list[str]:
         """The checksums of the workers; that of the sender is the same. With `pieces` each keeps its own alone."""
         received: dict[int, str] = {}
+        owns = [self.pieces(worker) if pieces else None for worker in range(len(self.workers))]
 
         def receives(worker: int) -> None:
-            own = self.pieces(worker) if pieces else None
-            received[worker] = self.workers[worker].receive(self.manifest, own)
+            received[worker] = self.workers[worker].receive(self.manifest, owns[worker])
 
+        for worker, own in zip(self.workers, owns, strict=True):
+            worker.make_room(self.manifest, own)
         self.sender.load(self.weights.items(), number)
         sent: list[str] = []
         self.all(
@@ -237,13 +240,11 @@ def test_each_worker_keeps_its_pieces_once_they_are_known(made: list[int], worke
     replica.push(1)
     assert [replica.taken(worker) for worker in range(workers)] == replica.shares()
     assert len(open_here() - before) == 1
-    for worker in replica.workers:
-        worker.release()
-    assert open_here() == before
     for number in (2, 3):
         replica.take(10.0 * number)
         replica.push(number, pieces=True)
         assert [replica.taken(worker) for worker in range(workers)] == replica.shares()
+        assert open_here() == before
     # From membership to membership.
     areas = [worker._staged for worker in replica.workers]
     replica.take(-1.0)
@@ -380,6 +381,42 @@ def test_memory_that_is_replaced_is_freed() -> None:
         replica.push(count)
         replica.loaded(1)
         assert len(open_here() - before) == 1
+    replica.close()
+
+
+def test_memory_for_a_push_is_taken_when_all_workers_have_freed_that_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both may not fit. A second learner may send the same weights in other buckets, or others."""
+    before, replica, areas = open_here(), Replica(), WeakSet[StagedPieces]()
+    others: list[tuple[int, int]] = []
+    """Segments and areas for pieces that are there of other pushes, each time that memory is taken."""
+
+    def note() -> None:
+        others.append((len(open_here() - before), sum(area.manifest != replica.manifest for area in areas)))
+
+    class Noted(StagedPieces):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            note()
+            super().__init__(*arguments, **options)
+            areas.add(self)
+
+    create = Segment.create
+
+    def noted(size: int) -> Segment:
+        note()
+        return create(size)
+
+    monkeypatch.setattr(receiver_module, "StagedPieces", Noted)
+    monkeypatch.setattr(Segment, "create", noted)
+    pushes = [(4, 16, False), (4, 16, True), (4, 32, True), (6, 16, False), (5, 16, False)]
+    for number, (count, bucket_bytes, pieces) in enumerate(pushes):
+        replica.take(float(number), count, bucket_bytes)
+        replica.join()
+        replica.push(number, pieces=pieces)
+        took, expected = (replica.taken, replica.shares()) if pieces else (replica.loaded, [replica.expected] * 2)
+        assert [took(worker) for worker in range(2)] == expected
+    assert others == [(0, 0)] * 7  # three times for both together, and twice for each
     replica.close()
 
 

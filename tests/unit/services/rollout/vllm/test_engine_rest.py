@@ -1,14 +1,17 @@
 """An engine that rests while the learners compute, and the versions of its weights: the calls that vLLM gets."""
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from quartet.models.loading import shape_of_causal
 from quartet.weight_transfer.expected import ExpectedWeights
+from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.errors import Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import NO_VERSION
@@ -24,14 +27,18 @@ class Llm(RecordedEngine):
 
     failure = ""
     """Answer of the second of its workers to a load."""
+    known: tuple[bool, bool] = True, True
+    """Answers of its workers to whether they know their pieces of a push."""
 
     def __init__(self, *, releases: bool, whole: bool = True) -> None:
         super().__init__()
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 64, max_model_len=32, enable_sleep_mode=releases)
         self._whole = whole
 
-    async def collective_rpc(self, method: str) -> list[Any]:
-        self.calls.append(method)
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((method, *args) if args else method)
+        if method == "knows_pieces":
+            return list(self.known)
         return [self._whole] * 2 if method == "abort_weight_update" else [("", "sum"), (self.failure, "sum")]
 
     def names(self) -> list[str]:
@@ -137,6 +144,21 @@ async def test_weights_that_one_of_several_workers_could_not_load_are_not_served
     llm.failure = ""
     await engine.commit(6)
     assert (await engine.abort(), engine.version, engine.checksum) == (True, 6, "sum")
+
+
+@pytest.mark.parametrize("known", [(True, True), (True, False)])
+async def test_workers_make_room_together_before_any_of_them_receives(
+    policy_folder: Path, known: tuple[bool, bool]
+) -> None:
+    """Each of them keeps its pieces alone only if all know them; one alone needs not be asked."""
+    manifest = Manifest.of({"w": torch.zeros(2)}, 8)
+    llm, fields = Llm(releases=False), asdict(manifest)
+    llm.known = known
+    assert await make(llm, policy_folder, tensor_parallel_size=2).receive(manifest) == "sum"
+    assert llm.calls[:2] == [("knows_pieces", fields), ("make_room", fields, all(known))]
+    assert llm.names()[2:] == ["update_weights", "push_outcome"]
+    await make(llm, policy_folder).receive(manifest)
+    assert llm.names() == ["update_weights", "push_outcome"]
 
 
 @pytest.mark.parametrize(("versions", "oldest"), [(1, 13), (3, 13), (11, 10)])
