@@ -14,6 +14,7 @@ from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.memory import (
     CONTEXT,
     GRAPHS,
+    arriving_bytes,
     copy_bytes,
     engine_bytes,
     frozen_models,
@@ -39,6 +40,7 @@ SYSTEM = 4 * GIB
 LIBRARIES = "libraries"
 STAGED = "weights staged for a push"
 WHOLE = "weights staged whole for several workers"
+ARRIVING = "buckets of a push that arrive at several workers"
 SENT = "weights that are sent"
 SAVED = "model that is saved"
 SHARED = "weights in /dev/shm"
@@ -107,8 +109,13 @@ def _service(
             # Of several workers all together: whole until each knows which part is its own, and in their parts then.
             kind = STAGED if section.tensor_parallel_size == 1 else WHOLE
             own[kind] = copy_bytes(shape_at(section.model), section.dtype, section.adapters)
+            if kind == WHOLE and _backend(run, section) != "nccl":
+                # Of each sender one arrives at each worker and one is staged, of which all together take one.
+                arriving = arriving_bytes(shape_at(run.policy.model), run)
+                own[ARRIVING] = (2 * section.tensor_parallel_size + 1) * arriving
         if not gpu and section.kv_cache_mib is not None:
-            own[COMPUTING] = engine_bytes(section, shape_at(section.model), 0) - CONTEXT - GRAPHS
+            worker = engine_bytes(section, shape_at(section.model), 0) - CONTEXT - GRAPHS
+            own[COMPUTING] = section.tensor_parallel_size * worker
         return own, own
     own = {LIBRARIES: process}
     if isinstance(section, CriticConfig):
@@ -154,9 +161,14 @@ def _learner(
 def stages_on_host(run: OrchestratorConfig, section: RolloutConfig) -> bool:
     """True if a replica may stage a push in host memory, as several workers do at first. `auto` may choose what
     does."""
-    backend = section.weight_backend if run.weights.backend == "auto" else run.weights.backend
+    backend = _backend(run, section)
     on_gpu = backend in ("nccl", "auto") and run.weights.stage == "gpu" and section.tensor_parallel_size == 1
     return backend not in ("ipc", "cuda-ipc") and not on_gpu
+
+
+def _backend(run: OrchestratorConfig, section: RolloutConfig) -> str:
+    """The backend of pushes to a replica, or `auto`."""
+    return section.weight_backend if run.weights.backend == "auto" else run.weights.backend
 
 
 def most_on_one(parts: Sequence[HostPart], gpus: int | None) -> tuple[HostPart, ...]:

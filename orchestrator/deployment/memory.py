@@ -116,9 +116,7 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
     longest, _ = run.longest_sequence
     parts = []
     bucket = bucket_bytes(shape_at(run.policy.model), run)
-    arriving = bucket + (weights.senders - 1) * (
-        weights.bucket_mib << 20
-    )  # one of each sender, one of which is large
+    arriving = arriving_bytes(shape_at(run.policy.model), run)
     for placed in deployment.placed():
         section, share = placed.section, placed.gpus
         if not share or isinstance(section, CriticConfig):
@@ -171,6 +169,14 @@ def bucket_bytes(shape: ModelSize, config: OrchestratorConfig) -> int:
     if config.pushed_adapters is not None:
         return config.weights.bucket_mib << 20
     return max(config.weights.bucket_mib << 20, shape.vocabulary * shape.hidden * BYTES[config.policy.dtype])
+
+
+def arriving_bytes(shape: ModelSize, config: OrchestratorConfig) -> int:
+    """Bytes of the largest bucket of each sender of a push. The head, unless it is the embeddings, is as large as
+    they are, and may be another sender's."""
+    others, own = config.weights.senders - 1, config.weights.bucket_mib << 20
+    largest = bucket_bytes(shape, config)
+    return largest + others * own + (largest - own if others and shape.head else 0)
 
 
 def released(section: Config, shape_at: Callable[[str], ModelSize], bucket: int = 0) -> tuple[int, str]:

@@ -7,6 +7,8 @@ import pytest
 
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.host_memory import (
+    ARRIVING,
+    COMPUTING,
     LIBRARIES,
     PROCESS,
     SENT,
@@ -84,6 +86,26 @@ def test_each_replica_stages_all_weights_and_the_sender_has_a_copy(files: Files)
     assert {STAGED, SENT, SHARED}.isdisjoint(needs(parts, "rollout") | needs(parts, "policy"))
 
 
+@pytest.mark.parametrize(("senders", "large"), [(1, 1), (2, 2), (3, 2)])
+def test_what_gloo_brings_to_several_workers_arrives_beside_what_they_keep(
+    files: Files, senders: int, large: int
+) -> None:
+    """At each of four workers one bucket of each sender arrives while the one before is staged, in pieces that are
+    one bucket together. Of 512 MiB all but two: the embeddings and the head."""
+    shape = LLAMA["70B"]
+    changes = {
+        "{backend: nccl,": f"{{backend: gloo, senders: {senders},",
+        "weight_backend: nccl": "weight_backend: auto",
+    }
+    _, parts = files.load("ppo-70b-32gpu", **changes)
+    buckets = large * 2 * shape.vocabulary * shape.hidden + (senders - large) * (512 << 20)
+    assert needs(parts, "rollout")[ARRIVING] == (2 * 4 + 1) * buckets
+    assert needs(parts, "rollout")[WHOLE] == 2 * shape.parameters
+    # By NCCL they arrive on the GPUs.
+    _, parts = files.load("ppo-70b-32gpu")
+    assert ARRIVING not in needs(parts, "rollout")
+
+
 def test_an_engine_whose_model_has_a_process_of_its_own_has_three(files: Files) -> None:
     for fields, processes in (("", 2), ("worker_process: true, ", 3)):
         _, parts = files.load("ppo-1gpu", **{"max_num_batched_tokens: 8192": f"{fields}max_num_batched_tokens: 8192"})
@@ -118,6 +140,19 @@ def test_without_a_gpu_the_model_is_in_host_memory(files: Files) -> None:
     for name, least in (("policy", 16), ("reference", 2)):
         assert sum(needs(on_cpu, name).values()) > least * shape.parameters + PROCESS
         assert sum(needs(on_cpu, name).values()) > sum(needs(on_gpu, name).values())
+
+
+def test_without_a_gpu_all_workers_of_a_replica_compute_in_its_memory(files: Files) -> None:
+    """Each with its part of the model and a cache of its own."""
+    shape, computing = QWEN["1.5B"], []
+    for workers in (1, 2):
+        fields = f"gpu_memory_utilization: 0.85, kv_cache_mib: 1024, tensor_parallel_size: {workers}"
+        changes = {"num_gpus: 1}": "num_gpus: 0}", "gpu_memory_utilization: 0.85": fields}
+        computing.append(needs(files.load("ppo-gpu", **changes)[1], "rollout")[COMPUTING])
+    one, two = computing
+    assert one > 2 * shape.parameters + GIB
+    assert one + GIB < two < 2 * one
+    assert two > 2 * shape.parameters + 2 * GIB
 
 
 def test_parts_are_on_one_host_as_far_as_gpus_and_custom_resources_allow() -> None:
