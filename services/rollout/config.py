@@ -41,7 +41,8 @@ class RolloutConfig(Config):
     max_num_seqs: Count = 256
     """Most requests in one engine step."""
     kv_cache_mib: Count | None = None
-    """Memory of the KV cache in MiB; required on a CPU. Null: all that gpu_memory_utilization leaves."""
+    """Memory of the KV cache in MiB, for each of the parts into which `tensor_parallel_size` divides the engine;
+    required on a CPU. Null: all that gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory for the engine."""
     tensor_parallel_size: Count = 1

@@ -187,18 +187,27 @@ def _engine(deployment: ServicesFile, section: RolloutConfig, where: str, reserv
             f"{where}.max_num_batched_tokens: {step}, but max_num_seqs is {section.max_num_seqs}; vLLM wants a "
             "token for each request in a step"
         )
-    heads = getattr(config and config.get_text_config(), "num_attention_heads", None)
+    text = config and config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    groups = getattr(text, "num_key_value_heads", None) or heads
     if heads and heads % size:
         yield f"{where}.tensor_parallel_size: should divide the model's num_attention_heads {heads}, got {size}"
+    elif groups and groups % size and size % groups:
+        yield (
+            f"{where}.tensor_parallel_size: should divide the model's num_key_value_heads {groups} or be a multiple "
+            f"of it, got {size}"
+        )
     if config is None or section.kv_cache_mib is None:
         return
     longest = section.longest(limit(config))
     tokens = -(-longest // CPU_BLOCK) * CPU_BLOCK if on_cpu else longest
+    # Of fewer heads with keys and values than there are parts, several parts keep the same one.
+    parts = min(size, groups or size)
     least = _cached(config, section.dtype) * tokens
-    if least > section.kv_cache_mib * size * MIB:
+    if least > section.kv_cache_mib * parts * MIB:
         yield (
             f"{where}.kv_cache_mib: {section.kv_cache_mib}, but one response of max_length {longest} takes "
-            f"{-(-least // (size * MIB))}; raise it, or lower max_length"
+            f"{-(-least // (parts * MIB))}; raise it, or lower max_length"
         )
 
 

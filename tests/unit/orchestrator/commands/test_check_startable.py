@@ -144,6 +144,35 @@ def test_the_cache_has_to_hold_one_longest_response(raw: dict[str, Any], tmp_pat
     # Without max_length it is 2048 tokens.
     assert told(kv_cache_mib=4, max_length=None) == []
     assert told(kv_cache_mib=3, max_length=None) != []
+    # Of an engine in parts each has some of the 4 heads with keys and values, and one at least.
+    for parts, least in ((2, 4), (4, 2), (8, 2)):
+        assert told(kv_cache_mib=least, max_length=4096, tensor_parallel_size=parts) == []
+        [line] = told(kv_cache_mib=least - 1)
+        assert f"one response of max_length 4096 takes {least};" in line
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "problem"),
+    [
+        (4, 2, ""),
+        (4, 4, ""),
+        (2, 4, ""),
+        (1, 12, ""),
+        (4, 5, "should divide the model's num_attention_heads 12, got 5"),
+        (2, 3, "should divide the model's num_key_value_heads 2 or be a multiple of it, got 3"),
+        (4, 3, "should divide the model's num_key_value_heads 4 or be a multiple of it, got 3"),
+        (4, 6, "should divide the model's num_key_value_heads 4 or be a multiple of it, got 6"),
+    ],
+)
+def test_parts_of_an_engine_have_the_same_number_of_heads(
+    raw: dict[str, Any], tmp_path: Path, groups: int, size: int, problem: str
+) -> None:
+    LlamaConfig(hidden_size=96, num_attention_heads=12, num_key_value_heads=groups).save_pretrained(tmp_path)
+    args(raw, "rollout").update(model=str(tmp_path), tensor_parallel_size=size)
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    told = [line for line in unstartable(Deployment.load(path)) if "tensor_parallel_size" in line]
+    assert told == ([f"applications.rollout.args.tensor_parallel_size: {problem}"] if problem else [])
 
 
 @pytest.mark.parametrize(
