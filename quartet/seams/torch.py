@@ -59,8 +59,9 @@ class GlooGroup:
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1, dtype=torch.uint8)], member, 0).wait(MOMENT)
         self._aborted.set()
-        # Freeing the group waits for what is left of its operations, at most until their timeout.
-        freeing = threading.Thread(target=[group].clear, daemon=True, name=FREEING)
+        # Freeing the group waits for what is left of its operations, at most until their timeout. The process waits
+        # for this thread: one that comes back from torch while the interpreter ends would end it by SIGABRT.
+        freeing = threading.Thread(target=[group].clear, daemon=False, name=FREEING)
         del group
         freeing.start()
 

@@ -60,6 +60,22 @@ def test_a_member_that_aborts_a_gloo_group_waits_no_longer_and_its_connections_a
     assert time.monotonic() - began < 60
 
 
+def test_a_process_that_ends_right_after_an_abort_ends_as_any_other() -> None:
+    """In a process of its own, of which the group is freed while it ends."""
+    lines = [
+        "from concurrent.futures import ThreadPoolExecutor; from datetime import timedelta; import torch",
+        "from torch import distributed; from quartet.seams.torch import gloo_group",
+        "store, timeout = distributed.HashStore(), timedelta(seconds=20)",
+        "form = lambda rank: gloo_group(store, rank, 2, timeout, '127.0.0.1')",
+        "with ThreadPoolExecutor(2) as members: group, other = members.map(form, range(2))",
+        "options = distributed.BroadcastOptions(); options.rootRank, options.timeout = 1, timeout",
+        "work = group.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)], options); group.abort(); del work",
+    ]
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
 class Operation:
     """One of torch's, which never ends by itself."""
 
