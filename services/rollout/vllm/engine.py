@@ -63,7 +63,8 @@ def _while_it_lives(
 ) -> Callable[Concatenate["VLLMEngine", Given], Coroutine[Any, Any, Result]]:
     """Makes a method fail as `check_health` does when the engine's process dies meanwhile: vLLM notices the death,
     but leaves what the process was asked for without an answer. One that a signal has stopped, as SIGSTOP does, is
-    ended, since it would hold up a whole push until the phase's deadline."""
+    ended, a worker too: it would hold up a whole push until the phase's deadline, and outlive a replica that is
+    replaced for its silence."""
 
     @wraps(method)
     async def watched(engine: "VLLMEngine", /, *given: Given.args, **options: Given.kwargs) -> Result:
@@ -155,6 +156,7 @@ class VLLMEngine:
         """Names of weights that the last push did not bring; empty if vLLM's own transfer engine received it."""
         return sorted({name for names in await self.llm.collective_rpc("stale_weights") for name in names})
 
+    @_while_it_lives
     async def answer(self) -> None:
         """Returns when the engine's process has answered the simplest request. Raises if it is dead."""
         await self.llm.check_health()
