@@ -31,6 +31,8 @@ ROUTES: Mapping[str, Mapping[str, HttpRoute]] = {
         "/v1/models": HttpRoute("GET", _AGENT),
         "/v1/completions": HttpRoute("POST", _AGENT, texts=True),
         "/v1/chat/completions": HttpRoute("POST", _AGENT, texts=True),
+        "/v1/messages": HttpRoute("POST", _AGENT, texts=True),
+        "/v1/messages/count_tokens": HttpRoute("POST", _AGENT, texts=True),
         "/inference/v1/generate": HttpRoute("POST", _AGENT, texts=True),
         "/tokenize": HttpRoute("POST", _AGENT, texts=True),
         "/detokenize": HttpRoute("POST", _AGENT, texts=True),

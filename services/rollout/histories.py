@@ -47,9 +47,11 @@ def _plain(arguments: str) -> str:
     if sum(map(arguments.count, "[{,")) > MOST_PARTS:
         return arguments
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        read = json.loads(arguments)
     except (ValueError, RecursionError):
-        return arguments
+        read = None
+    # vLLM reads an empty object where a model wrote something else, and a client may give that back.
+    return json.dumps(read if isinstance(read, dict) else {}, sort_keys=True)
 
 
 def carried(messages: Sequence[Mapping[str, Any]]) -> Begun:

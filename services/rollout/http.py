@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the replica needs neither before it starts
 
 
 class Completions(Protocol):
-    """An engine's answers in OpenAI's protocol."""
+    """An engine's answers in OpenAI's protocol and Anthropic's."""
 
     sampled: int
     """Number of tokens that it has sampled for them."""

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's protocol that the rollout service takes, with their bounds. Without vLLM.
+"""The fields of OpenAI's protocol and Anthropic's that the rollout service takes, with their bounds. Without vLLM.
 
 A request names nothing but text, tokens, tools and sampling: fields for templates, media, grammars, adapters or
 plugins of the engine are refused, as are all that are unknown.
@@ -92,6 +92,10 @@ _SAMPLING = (
 )
 _ANY = frozenset({"model", "user", "logprobs", "stream_options"}) | _SAMPLING
 GENERATE = "/inference/v1/generate"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+WITHOUT_EFFECT = frozenset({"metadata", "thinking", "context_management", "service_tier"})
+"""Fields of Anthropic's protocol that its clients send and that mean nothing here."""
+_OF_PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice"}) | WITHOUT_EFFECT
 FIELDS: Mapping[str, frozenset[str]] = {
     "/v1/completions": _ANY | {"prompt", "echo"},
     "/v1/chat/completions": _ANY
@@ -104,6 +108,8 @@ FIELDS: Mapping[str, frozenset[str]] = {
     | {"chat_template_kwargs", "tools"}
     | _TEMPLATE_FLAGS,
     "/detokenize": frozenset({"model", "tokens"}),
+    MESSAGES: _OF_PROMPT | {"max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"},
+    COUNT: _OF_PROMPT,
     "/rl/start_session": frozenset({"task_id", "group_size", "temperature", "seed", "max_tokens", "max_length"})
     | {"kept_s", "lease", "min_version", "max_version", "purpose", "sessions"},
     "/rl/set_reward": frozenset({"reward", "interaction_id"}),
@@ -133,7 +139,7 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     if path == "/tokenize" and len(body) > LONGEST_TO_TOKENIZE:
         raise InvalidArgument(f"the body has more than {LONGEST_TO_TOKENIZE} bytes; send the text in parts")
     given = {name: value for name, value in json_object(body).items() if value is not None}
-    _check_names(given, FIELDS[path], path)
+    check_names(given, FIELDS[path], path)
     _check_numbers(given, of_chat="messages" in FIELDS[path])
     _check_stops(given)
     if path == GENERATE:
@@ -179,7 +185,7 @@ def _read_session(session: Any, where: str) -> dict[str, Any]:
     if not isinstance(session, dict):
         raise InvalidArgument(f"{where}: should be an object")
     given = {name: value for name, value in session.items() if value is not None}
-    _check_names(given, _EACH_SESSION, where)
+    check_names(given, _EACH_SESSION, where)
     task = given.get("task_id", "")
     if not (isinstance(task, str) and len(task) <= LONGEST_TASK):
         raise InvalidArgument(f"{where}.task_id: should be a text of {LONGEST_TASK} characters at most")
@@ -188,7 +194,8 @@ def _read_session(session: Any, where: str) -> dict[str, Any]:
     return given
 
 
-def _check_names(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+def check_names(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    """Raises InvalidArgument for the first field that is not known."""
     for name in given:
         if name not in known:
             names = ", ".join(sorted(known)) or "none"
@@ -200,7 +207,7 @@ def _read_sampling(sampling: Any) -> dict[str, Any]:
     if not isinstance(sampling, dict | None):
         raise InvalidArgument("sampling_params: should be an object")
     given = {name: value for name, value in (sampling or {}).items() if value is not None}
-    _check_names(given, SAMPLING_FIELDS, "sampling_params")
+    check_names(given, SAMPLING_FIELDS, "sampling_params")
     _check_numbers(given)
     _check_stops(given)
     given.pop(NO_EXPERTS, None)

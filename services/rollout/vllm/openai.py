@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.responses import Response
 from vllm import SamplingParams
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -54,9 +54,10 @@ from services.rollout.config import RolloutConfig
 from services.rollout.histories import carried, digests
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
-from services.rollout.openai_fields import GENERATE, TOKEN_FIELDS, of_session, read, rows_of
+from services.rollout.openai_fields import COUNT, GENERATE, MESSAGES, TOKEN_FIELDS, of_session, read, rows_of
 from services.rollout.session_holder import OpenSession
 from services.rollout.vllm.following import following
+from services.rollout.vllm.messages import Messages
 from services.rollout.vllm.openai_call import DONE, OpenAICall, Turn, no_room, refused
 from services.rollout.vllm.requests import Requests
 
@@ -102,7 +103,7 @@ class VLLMCompletions:
         try:
             renderer = OnlineRenderer(llm.model_config, llm.renderer, request_logger=None, **template, **parsers)
             given: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
-            chat: Any = OpenAIServingChat(client, self._models, "assistant", **given, **template, **parsers)
+            chat: Any = AnthropicServingMessages(client, self._models, "assistant", **given, **template, **parsers)
         except TypeError as error:
             names = f"tool_parser: {config.tool_parser}, reasoning_parser: {config.reasoning_parser}"
             raise ConfigError(f"rollout.args.{names}: {error}") from None
@@ -119,6 +120,7 @@ class VLLMCompletions:
         self._tokens = ServingTokenization(
             self._models, renderer, chat_template=None, chat_template_content_format="auto"
         )
+        self._messages = Messages(chat, self.answer, self._reading)
         self._routes: dict[str, tuple[Any, Callable[..., Any]]] = {
             "/v1/completions": (CompletionRequest, completion.create_completion),
             _CHAT: (ChatCompletionRequest, chat.create_chat_completion),
@@ -145,6 +147,8 @@ class VLLMCompletions:
 
     async def answer(self, path: str, body: bytes, share: Share, session: OpenSession | None) -> Response:
         """Answers a request. See Completions.answer."""
+        if path in (MESSAGES, COUNT):
+            return await self._messages.answer(path, body, share, session)
         kind, create = self._routes[path]
         given = await self._reading.do(partial(read, body, path), len(body))
         if kind is TokenizeCompletionRequest and "messages" in given:

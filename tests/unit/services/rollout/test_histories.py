@@ -59,15 +59,18 @@ def test_arguments_with_many_or_deep_parts_are_taken_as_they_are_written() -> No
     def call(arguments: str) -> dict[str, Any]:
         return ANSWER | {"tool_calls": [CALL | {"function": {"name": "look", "arguments": arguments}}]}
 
-    deep = [call("[" * depth + "]" * depth) for depth in range(1, 1200)]
+    deep = [call('{"a": ' + "[" * depth + "]" * depth + "}") for depth in range(1, 900)]
     assert len({of(USER, each)[1] for each in deep}) == len(deep)
-    many = "[" + "[], " * 300_000 + "[]]"
+    many = '{"a": [' + "[], " * 300_000 + "[]]}"
     tracemalloc.start()
     of(USER, call(many))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 8 * len(many)
-    assert of(USER, call("[[], 1]")) == of(USER, call("[[],1]"))
+    assert of(USER, call('{"a": [1]}')) == of(USER, call('{"a":[1]}'))
+    # No object: clients get or make an empty one in its place.
+    assert of(USER, call("{")) == of(USER, call("[1]")) == of(USER, call("[" * 1200 + "]" * 1200))
+    assert of(USER, call("[1]")) == of(USER, call("{}")) != of(USER, call('{"a": 1}'))
 
 
 def test_a_stream_adds_up_to_the_message() -> None:

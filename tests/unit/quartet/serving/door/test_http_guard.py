@@ -34,6 +34,7 @@ from tests.unit.http_door import Replicas, Send, fine, http_door
 PATHS = ROUTES["Rollout"]
 OF_SESSION = {
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/rl/set_reward", "/rl/end_session"),
 }
 SAMPLED = {f"/rollout{path}" for path in OF_SESSION | {"/rl/start_session", "/rl/trajectory", "/metrics"}}

@@ -52,6 +52,7 @@ from tests.unit.local_sessions import LocalSessions
 
 ME = Share("me", Purpose.FOREIGN, "declared")
 TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 
 
 def noted(length: int) -> list[Any]:
@@ -997,3 +998,141 @@ async def test_a_parser_that_vllm_does_not_have_is_named(
     config = RolloutConfig(model=str(policy_folder), kv_cache_mib=1, **parser)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"rollout\.args\.tool_parser: .*not_there.*not been registered"):
         VLLMCompletions(config, replica.completions._served)
+
+
+def named(got: Answer) -> list[Any]:
+    """The events of Anthropic's protocol."""
+    events = [text.removeprefix("event: ").split("\ndata: ") for text in got.body.decode().split("\n\n") if text]
+    assert [name for name, _ in events] == [json.loads(data)["type"] for _, data in events]
+    return [json.loads(data) for _, data in events]
+
+
+def blocks(got: Answer, stream: bool) -> list[dict[str, Any]]:
+    """The content of a message of Anthropic's protocol, as its library has it."""
+    if not stream:
+        return list(got.json["content"])
+    made: list[dict[str, Any]] = []
+    for event in named(got):
+        if event["type"] == "content_block_start":
+            made.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(made) - 1
+            if event["delta"]["type"] == "text_delta":
+                made[-1]["text"] += event["delta"]["text"]
+            else:
+                made[-1]["input"] = json.loads(event["delta"]["partial_json"])
+    return made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_of_anthropics_protocol_are_not_rendered_again_either(talking: Replica, stream: bool) -> None:
+    first = await talking.ask(MESSAGES, "s", model="mine", messages=[USER], max_tokens=3, stream=stream)
+    told = first.json if not stream else {}
+    if stream:
+        begun, *_, ended, _ = named(first)
+        told = begun["message"] | ended | ended["delta"]
+    assert (told["role"], told["model"], told["stop_reason"]) == ("assistant", "mine", "max_tokens")
+    assert told["usage"] == {"input_tokens": len(RENDERED), "output_tokens": 3}
+    assert (told["policy_version"], told["weights_checksum"], told["version_spans"]) == (4, "c", spans(3))
+    assert blocks(first, stream) == [{"type": "text", "text": "z10 z11 z12 "}]
+    parts = [{"type": "text", "text": "w7", "cache_control": {"type": "ephemeral"}}]
+    history = [USER, {"role": "assistant", "content": blocks(first, stream)}, {"role": "user", "content": parts}]
+    second = await talking.ask(MESSAGES, "s", model="mine", messages=history, max_tokens=2, metadata={"user_id": "u"})
+    assert second.json["session"] == {"session_id": "s", "sequence": 0, "forks": 0}
+    assert talking.prompts() == [RENDERED, [*RENDERED, 10, 11, 12, EOS, 7, EOS, 5]]
+    # By these, rewards are set.
+    assert [each["id"] for each in told_of(talking)["interactions"]] == [told["id"], second.json["id"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_of_tools_are_blocks_of_anthropics_protocol(talking: Replica, stream: bool) -> None:
+    talking.llm.end = "stop"
+    talking.llm.say = '<tool_call>{{"name": "look", "arguments": {{"at": {}}}}}</tool_call>'
+    tools = [{"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {}}}]
+    asked: dict[str, Any] = {"model": "mine", "tools": tools, "system": "w4", "max_tokens": 1}
+    got = await talking.ask(MESSAGES, "s", **asked, messages=[USER], stream=stream)
+    [call] = blocks(got, stream)
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"at": 10})
+    assert (named(got)[-2]["delta"] if stream else got.json)["stop_reason"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "w7"}]}
+    history = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    again = await talking.ask(MESSAGES, "s", **asked, messages=history)
+    assert again.json["session"]["forks"] == 0
+    assert talking.prompts()[1] == [*talking.prompts()[0], 10, EOS, 7, EOS, 5]
+
+
+async def test_a_call_whose_arguments_are_no_object_is_no_failure(talking: Replica) -> None:
+    talking.llm.say = '<tool_call>{{"name": "look", "arguments": [{}]}}</tool_call>'
+    tools = [{"name": "look", "input_schema": {"type": "object"}}]
+    got = await talking.ask(MESSAGES, "s", model="mine", tools=tools, messages=[USER], max_tokens=1)
+    [call] = got.json["content"]
+    assert call["input"] == {}
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "w7"}
+    history = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    again = await talking.ask(MESSAGES, "s", model="mine", tools=tools, messages=history, max_tokens=1)
+    assert again.json["session"]["forks"] == 0
+
+
+async def test_tokens_of_anthropics_messages_are_counted(talking: Replica) -> None:
+    asked: dict[str, Any] = {"model": "mine", "messages": [USER], "thinking": {"type": "disabled"}}
+    assert (await talking.ask(COUNT, **asked)).json == {"input_tokens": len(RENDERED)}
+    assert not talking.llm.asked
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "said"),
+    [
+        ({"model": "other"}, "not_found_error", "model: 'other' is not served"),
+        ({"max_tokens": 0}, "invalid_request_error", "max_tokens: "),
+        ({"max_tokens": None}, "invalid_request_error", "max_tokens: "),
+        ({"mm_payload": "none"}, "invalid_request_error", "mm_payload: not a field of /v1/messages here"),
+        ({"temperature": 0.5}, "invalid_request_error", "temperature: 0.5; should be 1.0 in a session"),
+        (
+            {"tools": [{"name": "look", "input_schema": {}}], "tool_choice": {"type": "any"}},
+            "invalid_request_error",
+            "tool_choice: should be auto or none",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "file:///x"}}]}
+                ]
+            },
+            "invalid_request_error",
+            "content: should be a text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            "invalid_request_error",
+            "messages.0.content",
+        ),
+        ({"messages": "w5"}, "invalid_request_error", "messages: "),
+        ({"system": {"a": 1}}, "invalid_request_error", "system"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals_have_the_form_of_anthropics(
+    talking: Replica, more: dict[str, Any], kind: str, said: str, stream: bool
+) -> None:
+    got = await talking.ask(
+        MESSAGES, "s", **({"model": "mine", "messages": [USER], "max_tokens": 1, "stream": stream} | more)
+    )
+    assert got.status == (404 if kind == "not_found_error" else 400)
+    assert (got.json["type"], got.json["error"]["type"]) == ("error", kind)
+    assert said in got.json["error"]["message"]
+    assert not talking.llm.asked
+
+
+async def test_an_error_amid_anthropics_events_is_the_last_of_them(talking: Replica) -> None:
+    talking.llm.gate.clear()
+
+    async def fails() -> None:
+        while not talking.llm.asked:
+            await asyncio.sleep(0)
+        talking.still.append(Unavailable("the engine stands still"))
+
+    asked: dict[str, Any] = {"model": "mine", "messages": [USER], "max_tokens": 3, "stream": True}
+    got, _ = await asyncio.gather(talking.ask(MESSAGES, **asked), fails())
+    assert [event["type"] for event in named(got)][-1] == "error"
+    assert named(got)[-1]["error"] == {"type": "overloaded_error", "message": "the engine stands still"}
+    assert named(got)[0]["type"] == "message_start"
