@@ -14,21 +14,17 @@ class Average:
         """Starts from the parameters' present values."""
         self._parameters = parameters
         self._decay = decay
-        self._means = [local_share(parameter).to("cpu", torch.float32, copy=True) for parameter in parameters]
+        self.means = [local_share(parameter).to("cpu", torch.float32, copy=True) for parameter in parameters]
+        """The means in the order of the parameters, each with the shape of this rank's share."""
 
     def update(self) -> None:
         """mean = decay * mean + (1 - decay) * parameter, for each."""
-        for mean, parameter in zip(self._means, self._parameters, strict=True):
+        for mean, parameter in zip(self.means, self._parameters, strict=True):
             mean.lerp_(local_share(parameter).to("cpu", torch.float32), 1 - self._decay)
 
-    @property
-    def means(self) -> list[torch.Tensor]:
-        """The means in the order of the parameters, each with the shape of this rank's share."""
-        return self._means
-
     def load(self, means: Sequence[torch.Tensor]) -> None:
-        """Replaces the means by these, in the form that `means` returns."""
-        _copy(means, self._means)
+        """Replaces the means by these, in the form of `means`."""
+        _copy(means, self.means)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -37,7 +33,7 @@ class Average:
         pieces = [local_share(parameter) for parameter in self._parameters]
         kept = [piece.clone() for piece in pieces]
         try:
-            _copy(self._means, pieces)
+            _copy(self.means, pieces)
             yield
         finally:
             _copy(kept, pieces)

@@ -55,7 +55,7 @@ class RankLearner(TrainedModule):
         self.check_weights()
         with self.averaged():
             weights = self.gathered()
-            if self._ranks.rank == 0:
+            if self.ranks.rank == 0:
                 replace_model(target, lambda aside: self._write(weights | _buffers(self.module), aside, write), owner)
         return target
 
@@ -74,7 +74,7 @@ class RankLearner(TrainedModule):
         snapshot.begin(copies=copies)
         self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
         snapshot.save(self._own_state(), str(self._own_file(folder)))
-        first = self._ranks.rank == 0
+        first = self.ranks.rank == 0
         if first:
             snapshot.hold(self._layout(step), folder / LAYOUT, Layout.write)
         if write:
@@ -145,7 +145,7 @@ class RankLearner(TrainedModule):
         return state
 
     def _own_file(self, folder: Path) -> Path:
-        return folder / f"rank-{self._ranks.rank}.pt"
+        return folder / f"rank-{self.ranks.rank}.pt"
 
 
 class Snapshots:

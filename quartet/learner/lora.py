@@ -14,8 +14,6 @@ from quartet.config.learner import LoraConfig
 from quartet.learner.tensor_parallel import whole
 from quartet.models.loading import shape_of_causal
 
-GATHER_BYTES = 64 << 20
-"""Size of the buckets in which ZeRO 3 gathers weights, about."""
 BASE = "base_layer"
 """Peft's name for the original layer inside a layer with an adapter."""
 NAME = "default"
@@ -180,17 +178,3 @@ def is_adapter(name: str) -> bool:
 def adapted_layer(name: str) -> str:
     """The last part of the name of the layer to which an A or B of `adapters_of` belongs, such as `q_proj`."""
     return name.rpartition(_ADAPTER)[0].rpartition(".")[2]
-
-
-def weight_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
-    """Groups weights into buckets of about GATHER_BYTES, for ZeRO 3."""
-    bucket: list[Weight] = []
-    size = 0
-    for weight in weights:
-        bucket.append(weight)
-        size += weight.parameter.ds_numel * weight.parameter.element_size()
-        if size >= GATHER_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from quartet.columns import Columns
-from quartet.config.learner import GROUP_ELEMENTS, LearnerConfig, OptimizerConfig, describe
+from quartet.config.learner import GROUP_ELEMENTS, LearnerConfig, describe
 from quartet.learner.ema import Average
 from quartet.learner.finite import agreed, check_weights
 from quartet.learner.frozen import freeze_attention
-from quartet.learner.lora import Weight, adapters_of, separable, weight_buckets, weights_of
+from quartet.learner.lora import Weight, adapters_of, separable, weights_of
 from quartet.learner.optimizer import OptimizerState, grouped, rate_factor
 from quartet.learner.shards import Pass, shards
 from quartet.learner.tensor_parallel import (
@@ -37,6 +37,8 @@ from quartet.seams.deepspeed import (
 )
 from quartet.wire.codec import Floats, Ints
 
+GATHER_BYTES = 64 << 20
+"""Most bytes of weights that ZeRO 3 gathers at once, their adapters not counted; a larger weight is alone."""
 NORM = "grad_norm"
 """Name of the gradient's norm among the metrics."""
 Micro = TypeVar("Micro")
@@ -51,9 +53,10 @@ class TrainedModule:
 
         All ranks construct it together, each with the same module; RuntimeError if a rank is missing.
         """
-        self._ranks = ranks or Ranks()
+        self.ranks = ranks or Ranks()
+        """This process's place."""
         self._config = config
-        start_distributed(self._ranks)
+        start_distributed(self.ranks)
         import deepspeed
 
         if config.freeze_attention:
@@ -75,13 +78,13 @@ class TrainedModule:
             model=module,
             model_parameters=_groups(trained, config),
             config=describe(config),
-            lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
+            lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: rate_factor(step, config.optimizer)),
         )[0]
         if size > 1:
             check_divided(module)
             without_comparison_of_batches(self._engine)  # `passes` makes them equal
         # The ranks with other sequences than this one. With tensor parallelism some ranks share their sequences.
-        self._data = data_parallel(self._ranks, size) if size > 1 else self._ranks
+        self._data = data_parallel(self.ranks, size) if size > 1 else self.ranks
         self._spare_passes()
         self._average = Average(trained, config.ema_decay) if config.ema_decay else None
         self.skipped_in_a_row = 0
@@ -94,7 +97,7 @@ class TrainedModule:
     def _spare_passes(self) -> None:
         """Leaves out what DeepSpeed does with gradients that changes nothing."""
         config, engine, alone = self._config, self._engine, self._data.world_size == 1
-        if self._ranks.world_size == 1 and config.zero_stage == 0:
+        if self.ranks.world_size == 1 and config.zero_stage == 0:
             without_reduction(engine)
         if config.zero_stage not in (1, 2) or config.adam_offload:
             return
@@ -111,11 +114,6 @@ class TrainedModule:
         for layer in self.module.modules():
             if getattr(layer, "gradient_checkpointing", False):
                 layer.training = True
-
-    @property
-    def ranks(self) -> Ranks:
-        """This process's place."""
-        return self._ranks
 
     @property
     def module(self) -> nn.Module:
@@ -185,7 +183,7 @@ class TrainedModule:
                 return {}
             return _numbers(totals | {NORM: torch.as_tensor(self._engine.get_global_grad_norm(), device=self.device)})
         numbers = _numbers(totals | {NORM: total_norm(self.module.parameters())})
-        if not agreed(math.isfinite(numbers[NORM]), self._ranks, self.device):
+        if not agreed(math.isfinite(numbers[NORM]), self.ranks, self.device):
             self._engine.zero_grad()
             return {}
         self._engine.step()
@@ -202,7 +200,7 @@ class TrainedModule:
 
     def check_weights(self) -> None:
         """Raises NotFinite on all ranks unless all weights are finite. Every rank calls it."""
-        check_weights(self.module, self._ranks, self.device)
+        check_weights(self.module, self.ranks, self.device)
 
     def passes(self, prompts: Sequence[Ints], responses: Sequence[Ints], *, group: int = 1) -> list[Pass]:
         """Divides sequences among the ranks; returns this rank's passes, of at most micro_batch_tokens tokens,
@@ -255,7 +253,7 @@ class TrainedModule:
         """Yields every parameter's name and whole tensor, in the same order on all ranks; adapters are merged in, or
         with `adapters` all that there is.
 
-        With ZeRO 3 parameters are gathered bucket by bucket, with tensor parallelism one by one: every rank has to
+        With ZeRO 3 parameters are gathered group by group, with tensor parallelism one by one: every rank has to
         exhaust the iterator, and a tensor is valid only until the next one. Otherwise these are the parameters
         themselves.
         """
@@ -265,9 +263,12 @@ class TrainedModule:
             return
         import deepspeed
 
-        for bucket in weight_buckets(self._weights(adapters)):
-            with deepspeed.zero.GatheredParameters([part for weight in bucket for part in weight.parts]):
-                for weight in bucket:
+        def size(weight: Weight) -> int:
+            return int(weight.parameter.ds_numel * weight.parameter.element_size())
+
+        for group in grouped(self._weights(adapters), size, GATHER_BYTES):
+            with deepspeed.zero.GatheredParameters([part for weight in group for part in weight.parts]):
+                for weight in group:
                     yield weight.name, weight.merged()
 
     def saved_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -282,7 +283,7 @@ class TrainedModule:
 
         With ZeRO 3 or tensor parallelism these are copies in host memory, otherwise the parameters themselves.
         """
-        first = self._ranks.rank == 0
+        first = self.ranks.rank == 0
         copied = self._config.zero_stage == 3 or self._config.tensor_parallel.size > 1
         return {
             name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.saved_weights() if first
@@ -303,11 +304,4 @@ def _most(config: LearnerConfig) -> int:
 
 def _numbers(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Copies scalars from their device in one transfer, since each transfer waits for all computation in progress."""
-    if not scalars:
-        return {}
     return dict(zip(scalars, torch.stack([scalar.float() for scalar in scalars.values()]).tolist(), strict=True))
-
-
-def scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> LambdaLR:
-    """The configured schedule as torch's LambdaLR."""
-    return LambdaLR(optimizer, lambda step: rate_factor(step, config))

@@ -1,5 +1,5 @@
-"""The optimizer's learning rate over its steps, the groups in which it takes one, and the place of its state: the
-device, or the device during updates only."""
+"""The optimizer's learning rate over its steps, the groups of parameters in which it takes one, and the place of its
+state: the device, or the device during updates only."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ One = TypeVar("One")
 
 
 def grouped(parameters: Iterable[One], size: Callable[[One], int], most: int) -> list[list[One]]:
-    """Groups of parameters that follow each other, of at most so many elements; a larger parameter is alone.
+    """Groups of parameters that follow each other, of at most `most` in their sizes; a larger parameter is alone.
 
     ZeRO 1 and 2 step one group after another, and copy a group's gradient into a flat tensor and to float32: 6 bytes
     a parameter in half precision, of which groups need those of one group only. AdamW treats each element alike, so
@@ -51,15 +51,13 @@ class OptimizerState:
     def __init__(self, engine: Any, *, leaves: bool) -> None:
         self._engine = engine
         self._leaves = leaves
-        self._away = False
         self._leave()
 
     @contextmanager
     def resident(self) -> Iterator[None]:
         """Context in which the state is on the device. Waits for the copies there, and back at the end."""
-        if self._away:
+        if self._leaves:
             self._engine.reload_states()
-            self._away = False
         try:
             yield
         finally:
@@ -72,4 +70,3 @@ class OptimizerState:
 
         # Gives back torch's cached memory too. The pinned host memory is kept from update to update.
         self._engine.offload_states(include=[State.hp_params, State.optim_states])
-        self._away = True

@@ -15,8 +15,8 @@ from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
-from quartet.learner import lora, module
-from quartet.learner.lora import NAME, Weight, adapted_layer, adapters_for, add_adapters, weight_buckets, weights_of
+from quartet.learner import module
+from quartet.learner.lora import NAME, adapted_layer, adapters_for, add_adapters, weights_of
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.ranks.ranks import Ranks
@@ -123,7 +123,10 @@ def test_the_saved_policy_is_the_trained_one_and_differs_by_matrices_of_low_rank
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_adapters_alone_are_those_that_peft_would_save(policy_folder: Path, zero_stage: int) -> None:
+def test_adapters_alone_are_those_that_peft_would_save(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch, zero_stage: int
+) -> None:
+    monkeypatch.setattr(module, "GATHER_BYTES", 10_000)  # some adapters at a time
     trainer = make_trainer(policy_folder, lora=LORA, zero_stage=zero_stage)
     learner = trainer._learner
     shapes = learner.shapes(adapters=True)
@@ -138,16 +141,6 @@ def test_adapters_alone_are_those_that_peft_would_save(policy_folder: Path, zero
     ours = adapters_for(str(policy_folder), "float32", LORA)
     assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in shapes.items()}
     assert {adapted_layer(name) for name in ours} == {name.split(".")[-3] for name in expected}
-
-
-def test_a_bucket_ends_with_the_weight_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "GATHER_BYTES", 80)
-    weights = [Weight(str(count), torch.nn.Parameter(torch.zeros(count))) for count in (10, 10, 9, 10, 30, 1)]
-    for weight in weights:
-        weight.parameter.ds_numel = weight.parameter.numel()  # type: ignore[attr-defined]
-    buckets = [[len(weight.parameter) for weight in bucket] for bucket in weight_buckets(weights)]
-    assert buckets == [[10, 10], [9, 10, 30], [1]]
-    assert [len(bucket) for bucket in weight_buckets(weights[:2])] == [2]
 
 
 def test_adapters_of_experts_in_one_parameter_are_not_pushed_alone(tmp_path: Path) -> None:
