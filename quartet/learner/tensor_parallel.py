@@ -1,6 +1,6 @@
 """Weights that DeepSpeed's AutoTP divides among ranks: which models it can divide, and each weight whole again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ def check_divisible(module: nn.Module, size: int) -> None:
 def check_divided(module: nn.Module) -> None:
     """Raises ConfigError unless DeepSpeed divided at least one parameter, and each into plain pieces along one
     dimension."""
-    divided = {name: division for name, p in module.named_parameters() if (division := _division(p)) is not None}
+    divided = {name: division for name, p in module.named_parameters() if (division := division_of(p)) is not None}
     odd = [
         name for name, division in divided.items() if not division["partition_sizes"] or division["sub_param_sizes"]
     ]
@@ -44,7 +44,7 @@ def check_divided(module: nn.Module) -> None:
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
     """The parameter's shape in the undivided model."""
-    division = _division(parameter)
+    division = division_of(parameter)
     if division is not None:
         return torch.Size(division["logical_shape"])
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
@@ -53,7 +53,7 @@ def whole_shape(parameter: nn.Parameter) -> torch.Size:
 def whole(parameter: nn.Parameter) -> torch.Tensor:
     """The whole tensor of a divided parameter, gathered from the ranks that hold its pieces; each of them calls this.
     An undivided parameter is returned as it is. With ZeRO 3 the piece has to be gathered before."""
-    division = _division(parameter)
+    division = division_of(parameter)
     if division is None:
         return parameter.detach()
     from deepspeed.utils import groups
@@ -81,8 +81,8 @@ def data_parallel(ranks: Ranks, size: int) -> Ranks:
 def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """[], norm of the gradient of the whole model, each number of it counted once. All ranks of a copy call it."""
     kept = [parameter for parameter in parameters if parameter.grad is not None]
-    divided = [parameter.grad for parameter in kept if _division(parameter)]
-    alike = nn.utils.get_total_norm([parameter.grad for parameter in kept if not _division(parameter)])
+    divided = [parameter.grad for parameter in kept if division_of(parameter)]
+    alike = nn.utils.get_total_norm([parameter.grad for parameter in kept if not division_of(parameter)])
     if not divided:
         return alike
     from deepspeed.utils import groups
@@ -90,9 +90,3 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     square = nn.utils.get_total_norm(divided) ** 2
     distributed.all_reduce(square, group=groups.get_tensor_model_parallel_group())
     return (alike**2 + square).sqrt()
-
-
-def _division(parameter: nn.Parameter) -> Mapping[str, Any] | None:
-    """AutoTP's division of a parameter: along `partition_dim` of `logical_shape`, into `partition_sizes`."""
-    division = division_of(parameter)
-    return None if division is None or division["replicated"] else division

@@ -49,7 +49,8 @@ def with_norm_in_one_pass(engine: Any) -> None:
 
     def norm() -> Tensor:
         gradients = [each for group in optimizer.averaged_gradients.values() for each in group]
-        own = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients if not _padding(each)]
+        real = [each for each in gradients if not getattr(each, "_zero_padding", False)]
+        own = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in real]
         total = torch.stack(own).square().sum() if own else torch.zeros((), device=engine.device)
         distributed.all_reduce(total, group=optimizer.dp_process_group)
         return total.sqrt()
@@ -61,10 +62,6 @@ def with_norm_in_one_pass(engine: Any) -> None:
     optimizer.check_overflow = lambda *_, **__: None
     optimizer.scaled_global_norm = norm
     optimizer.unscale_and_clip_grads = clip
-
-
-def _padding(gradient: Tensor) -> bool:
-    return getattr(gradient, "_zero_padding", False)
 
 
 def without_comparison_of_batches(engine: Any) -> None:
@@ -94,9 +91,9 @@ def divisible_styles() -> frozenset[str]:
 
 
 def division_of(parameter: nn.Parameter) -> Mapping[str, Any] | None:
-    """AutoTP's note on a parameter that it has divided: `partition_sizes`, `partition_dim`, `sub_param_sizes` and
-    `logical_shape`. None if it is whole."""
+    """AutoTP's note on a parameter that it has divided: its `logical_shape`, along whose `partition_dim` the pieces
+    have `partition_sizes`; and `sub_param_sizes`. None if every rank has it whole."""
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
     noted: Mapping[str, Any] | None = getattr(parameter, DS_AUTOTP_UC_META, None)
-    return noted
+    return None if noted is None or noted["replicated"] else noted
