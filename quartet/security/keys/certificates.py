@@ -35,7 +35,7 @@ class Authority:
         """The authority in `folder`, made if the folder holds none. ConfigError if its files are damaged."""
         certificate, key = folder / "ca.pem", folder / "ca.key"
         if not certificate.exists():
-            cls._make().save(folder)
+            _make_authority(folder)
         try:
             loaded = serialization.load_pem_private_key(key.read_bytes(), None)
             signed = x509.load_pem_x509_certificate(certificate.read_bytes())
@@ -44,21 +44,6 @@ class Authority:
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
             raise ConfigError(f"{key}: should be an elliptic curve key")
         return cls(signed, loaded)
-
-    @classmethod
-    def _make(cls) -> Self:
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "quartet authority")])
-        builder = _builder(name, name, key, _AUTHORITY_DAYS)
-        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        builder = builder.add_extension(_usage(signs=True), critical=True)
-        return cls(builder.sign(key, hashes.SHA256()), key)
-
-    def save(self, folder: Path) -> None:
-        """Writes ca.key and ca.pem."""
-        make_private(folder)
-        write_private(folder / "ca.key", _pem(self.key))
-        write_private(folder / "ca.pem", self.certificate.public_bytes(serialization.Encoding.PEM))
 
     def certify_server(self, folder: Path, file: str, hosts: Sequence[str], days: int) -> None:
         """Writes FILE.key and FILE.pem of a server whose clients reach it under `hosts` or on loopback."""
@@ -88,10 +73,27 @@ class Authority:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         signed = builder.add_extension(issuer, critical=False).sign(self.key, hashes.SHA256())
-        make_private(folder)
-        write_private(folder / f"{file}.key", _pem(key))
-        write_private(folder / f"{file}.pem", signed.public_bytes(serialization.Encoding.PEM))
+        _save(folder, file, key, signed)
         return signed.not_valid_before_utc
+
+
+def _make_authority(folder: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "quartet authority")])
+    builder = _builder(name, name, key, _AUTHORITY_DAYS)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(signs=True), critical=True)
+    _save(folder, "ca", key, builder.sign(key, hashes.SHA256()))
+
+
+def _save(folder: Path, file: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+    """Writes FILE.key and FILE.pem."""
+    make_private(folder)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    write_private(folder / f"{file}.key", private)
+    write_private(folder / f"{file}.pem", certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def _builder(
@@ -134,9 +136,3 @@ def _host(host: str) -> x509.GeneralName:
                 f"--host: {host!r}: should be a name such as gpu1.example.org, or an address, without a port"
             ) from None
         return x509.DNSName(host)
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )

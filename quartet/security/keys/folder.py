@@ -58,26 +58,25 @@ class Keys:
         for name in clients:
             check_name(name)
         before = self._before(hosts, tokens)
-        listed = {} if before is None else before.identities
+        identities = {} if before is None else dict(before.identities)
         # With a slip in its name, the keys that leaked would stay valid, and the command end as if they did not.
-        if withdraw and (others := [name for name in clients if name not in listed]):
+        if withdraw and (others := [name for name in clients if name not in identities]):
             raise ConfigError(
                 f"--withdraw: {self.policy} has no caller {', '.join(others)}; its callers are "
-                f"{', '.join(sorted(listed)) or 'none'}"
+                f"{', '.join(sorted(identities)) or 'none'}"
             )
         make_private(self.folder)
         authority = Authority.open(self.folder / "ca")
         if hosts:
             authority.certify_server(self.folder / "server", "server", hosts, self.days)
-        identities = {} if before is None else dict(before.identities)
         for name, role in clients.items():
-            known = identities.get(name)
-            made = (
-                self._with_token(name, role, known, withdraw=withdraw)
+            known = identities.get(name) or KnownCaller(role=role)
+            proof = (
+                self._make_token(name, known, withdraw=withdraw)
                 if tokens
-                else self._with_certificate(name, role, known, authority, withdraw=withdraw)
+                else self._make_certificate(name, known, authority, withdraw=withdraw)
             )
-            identities[name] = made
+            identities[name] = known.model_copy(update={"role": role} | proof)
         ca = None if tokens else "ca/ca.pem"
         tls = Tls(certificate="server/server.pem", key="server/server.key", client_ca=ca)
         values = {} if before is None else before.model_dump(mode="json", exclude_unset=True)
@@ -107,21 +106,23 @@ class Keys:
             raise ConfigError("--host: give the names or addresses under which callers reach the server")
         return None
 
-    def _with_token(self, name: str, role: Role, known: KnownCaller | None, *, withdraw: bool) -> KnownCaller:
+    def _make_token(self, name: str, known: KnownCaller, *, withdraw: bool) -> dict[str, object]:
+        """Makes another token for a caller; the fields of the policy by which it is recognised."""
         token = secrets.token_urlsafe(32)
         folder = self._client(name, {"ca": "ca.pem", "token_file": "token"})
         write_private(folder / "token", token.encode())
-        before = known.tokens[:1] if known and not withdraw else ()
-        return _identity(role, known).model_copy(update={"tokens": (digest(token), *before)})
+        before = () if withdraw else known.tokens[:1]
+        return {"tokens": (digest(token), *before)}
 
-    def _with_certificate(
-        self, name: str, role: Role, known: KnownCaller | None, authority: Authority, *, withdraw: bool
-    ) -> KnownCaller:
+    def _make_certificate(
+        self, name: str, known: KnownCaller, authority: Authority, *, withdraw: bool
+    ) -> dict[str, object]:
+        """The same with a certificate."""
         folder = self._client(name, {"ca": "ca.pem", "certificate": "client.pem", "key": "client.key"})
         began = authority.certify_client(folder, "client", name, self.days)
-        bound = None if known is None else known.begins(datetime.now(UTC))
-        changed = {"not_before": began, "renewed": None} if withdraw else {"not_before": bound, "renewed": began}
-        return _identity(role, known).model_copy(update=changed)
+        if withdraw:
+            return {"not_before": began, "renewed": None}
+        return {"not_before": known.begins(datetime.now(UTC)), "renewed": began}
 
     def _client(self, name: str, credentials: Mapping[str, str]) -> Path:
         """Makes a caller's folder, with its credentials.yaml and the authority that it can trust."""
@@ -130,10 +131,6 @@ class Keys:
         write_private(folder / "ca.pem", (self.folder / "ca" / "ca.pem").read_bytes())
         write_private(folder / "credentials.yaml", yaml.safe_dump(dict(credentials), sort_keys=False).encode())
         return folder
-
-
-def _identity(role: Role, known: KnownCaller | None) -> KnownCaller:
-    return KnownCaller(role=role) if known is None else known.model_copy(update={"role": role})
 
 
 def _entry(identity: KnownCaller) -> dict[str, object]:
