@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from quartet.security.identity import Caller
-from quartet.security.policy import AccessPolicy, KnownCaller, digest
+from quartet.security.policy import AccessPolicy, digest
 from quartet.wire.errors import Unauthenticated
 
 AUTHORIZATION = "authorization"
@@ -56,10 +56,6 @@ class Directory:
                 "in which `quartet up` ran"
             )
         return Caller(name, self.policy.identities[name].role)
-
-    def identity(self, caller: Caller) -> KnownCaller:
-        """The policy's entry for a caller of this directory."""
-        return self.policy.identities[caller.name]
 
     def _of_certificate(self, auth_context: Mapping[str, Iterable[bytes]]) -> str | None:
         if self.policy.tls is None or self.policy.tls.client_ca is None:

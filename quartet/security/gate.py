@@ -75,9 +75,9 @@ class Gate:
         if self._directory is None:
             return holder
         directory = self._directory()
-        if name not in directory.policy.identities:
+        owner = directory.policy.identities.get(name)
+        if owner is None:
             raise Unauthenticated(f"the policy does not name {name}, who started this session, any longer")
-        owner = Caller(name, directory.policy.identities[name].role)
         if not may_call(owner.role, STARTS_SESSION):
             raise PermissionDenied(f"{name} has the role {owner.role} by now, which may have no sessions")
         return _permitted(directory, holder, method, application)
@@ -93,7 +93,7 @@ def _permitted(directory: Directory, caller: Caller, method: str, application: s
     """The caller, if it may call `method` of `application`."""
     if not may_call(caller.role, method):
         raise PermissionDenied(f"{caller.name} has the role {caller.role}, which may not call {method[1:]}")
-    applications = directory.identity(caller).applications
+    applications = directory.policy.identities[caller.name].applications
     if applications is not None and application is not None and application not in applications:
         raise PermissionDenied(f"{caller.name} may not call the application {application[:64]!r}")
     return caller

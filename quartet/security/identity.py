@@ -50,9 +50,7 @@ ANONYMOUS = Caller("anonymous", "trainer")
 
 def caller_of(context: HasMetadata) -> Caller:
     """The caller of a call; ANONYMOUS for a call that did not come through the proxy, such as a test's."""
-    sent: dict[str, str] = {}
-    for key, value in context.invocation_metadata() or ():
-        sent[key] = value
+    sent: dict[str, str] = dict(context.invocation_metadata() or ())
     name, role = sent.get(IDENTITY_KEY), sent.get(ROLE_KEY)
     if name is None or role not in (*get_args(Role), HOLDER):
         return ANONYMOUS

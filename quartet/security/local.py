@@ -53,13 +53,13 @@ def shut(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def own_credentials(folder: Path = FOLDER, user: int | None = None) -> Path | None:
+def own_credentials(user: int | None = None) -> Path | None:
     """The credentials file of this folder, if the user (None: of this process) made it: another user's could make
     this process send one of its own files."""
     try:
-        stat = folder.lstat()
+        stat = FOLDER.lstat()
     except OSError:
         return None
-    file = folder / "credentials.yaml"
+    file = FOLDER / "credentials.yaml"
     own = stat.st_uid == (os.geteuid() if user is None else user) and not stat.st_mode & 0o022
     return file if own and file.exists() else None

@@ -26,7 +26,7 @@ class RenewedChannel(grpc.aio.Channel):
             connect: opens a channel with what the files hold; raises ConfigError if that is wrong.
             files: the files.
         """
-        self._watched = Watched(connect, lambda _: files)
+        self._watched = Watched(connect, lambda: files)
         self._channel = self._watched()
         self._draining: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
         """The channels before, each with the task that closes it."""

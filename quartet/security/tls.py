@@ -54,16 +54,14 @@ class Replacements:
         return current
 
 
-def server_credentials(
-    policy: Callable[[], AccessPolicy], clock: Callable[[], float] = time.monotonic
-) -> grpc.ServerCredentials:
+def server_credentials(policy: Callable[[], AccessPolicy], clock: Callable[[], float]) -> grpc.ServerCredentials:
     """Credentials that look at the policy's files again when a connection is opened, once a second at most.
 
     The requirement of client certificates is fixed at the start: gRPC cannot change it while it listens.
     """
     tls = _tls(policy())
     # Compared by the contents of the files and by their names, since the policy may name other files.
-    watched = Watched(lambda: _configuration(_tls(policy())), lambda _: _files(_tls(policy())), clock)
+    watched = Watched(lambda: _configuration(_tls(policy())), lambda: _files(_tls(policy())), clock)
     replacements = Replacements(watched)
     return grpc.dynamic_ssl_server_credentials(
         replacements.first, replacements, require_client_authentication=tls.client_ca is not None

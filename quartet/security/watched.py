@@ -23,13 +23,13 @@ class Watched(Generic[Value]):
     def __init__(
         self,
         read: Callable[[], Value],
-        files: Callable[[Value], Sequence[str | Path]],
+        files: Callable[[], Sequence[str | Path]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             read: reads the value; raises ConfigError when it is wrong.
-            files: returns the files that a value was read from.
+            files: returns the files that it is read from.
             clock: returns seconds.
         """
         self._read = read
@@ -56,10 +56,10 @@ class Watched(Generic[Value]):
         except (ConfigError, OSError) as error:
             log.error("the new contents are refused, the last valid ones stay in force: %s", error)
             return
-        log.info("read again: %s", ", ".join(str(file) for file in self._files(self._value)))
+        log.info("read again: %s", ", ".join(str(file) for file in self._files()))
 
     def _state(self) -> list[tuple[str, tuple[int, int, int] | None]]:
-        return [(str(file), _signature(Path(file))) for file in self._files(self._value)]
+        return [(str(file), _signature(Path(file))) for file in self._files()]
 
 
 def _signature(file: Path) -> tuple[int, int, int] | None:

@@ -82,7 +82,7 @@ def watched_directory(port: Port, clock: Callable[[], float] = time.monotonic) -
     if port.policy is None:
         return None
     file = port.policy
-    return Watched(lambda: Directory(load_policy(file)), lambda _: [file], clock)
+    return Watched(lambda: Directory(load_policy(file)), lambda: [file], clock)
 
 
 def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:
