@@ -66,11 +66,8 @@ def token_for(target: str, environment: Mapping[str, str] | None = None) -> str 
         ConfigError: its file cannot be read.
     """
     named = _named(target, environment)
-    if named is None or named[0].token_file is None:
-        return None
-    credentials, file = named
-    token = file.parent / str(credentials.token_file)
-    return _bytes(token, f"{file}.token_file").decode().strip()
+    token = _given(*named, "token_file") if named else None
+    return None if token is None else token.decode().strip()
 
 
 def _named(target: str, environment: Mapping[str, str] | None = None) -> tuple[Credentials, Path] | None:
@@ -125,9 +122,8 @@ async def check_tls(target: str) -> None:
 
 
 def _open(target: str, credentials: Credentials, file: Path) -> grpc.aio.Channel:
+    _given(credentials, file, "token_file")  # to refuse it now if it cannot be read
     token = None if credentials.token_file is None else file.parent / credentials.token_file
-    if token is not None:
-        _bytes(token, f"{file}.token_file")
     if credentials.plaintext:
         if not on_loopback(target.rpartition(":")[0]):
             raise ConfigError(f"{file}.plaintext: {target} is not on loopback; give ca, and have the server use TLS")
@@ -186,12 +182,12 @@ def _file(place: Path, where: str) -> Path:
 
 
 def _given(credentials: Credentials, file: Path, field: str) -> bytes | None:
+    """The contents of the file that a field names, if it names one. ConfigError if it cannot be read."""
     name = getattr(credentials, field)
-    return None if name is None else _bytes(file.parent / name, f"{file}.{field}")
-
-
-def _bytes(path: Path, where: str) -> bytes:
+    if name is None:
+        return None
+    path: Path = file.parent / name
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{file}.{field}: {path} cannot be read: {error.strerror}") from None
