@@ -172,11 +172,10 @@ def chats_as_parts(chats: Sequence[Chat], tokenizer: Any, ends: Sequence[int]) -
     of the longer text are taken where they begin with them, else the difference is tokenised by itself.
 
     Raises:
-        ConfigError: the template refuses a conversation, writes what comes before differently with the reply, or ends
-            a reply with none of `ends`, so that stopping could not be learned. The message names the place.
+        ConfigError: the tokenizer has no template, or it refuses a conversation, writes what comes before differently
+            with the reply, or ends a reply with none of `ends`, so that stopping could not be learned. The message
+            names the place.
     """
-    if not tokenizer.chat_template:
-        raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
     asked = [(chat, index + after) for chat in chats for index in chat.replies for after in (0, 1)]
     texts = render(
         [chat.messages[:end] for chat, end in asked],

@@ -220,8 +220,6 @@ def _texts(
 ) -> list[str]:
     """The prompts as text, rendered by the chat template when that is on."""
     columns = [f"{place}: column {config.input_key!r}" for place in where]
-    if config.chat_template and not tokenizer.chat_template:
-        raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
     if config.chat_template:
         messages = [messages_of(value, column) for value, column in zip(values, columns, strict=True)]
         values = render(messages, tokenizer, where, tools=tools)

@@ -29,14 +29,17 @@ def render(
 
     Args:
         conversations: messages, each with a role and content.
-        tokenizer: a Hugging Face tokenizer with a chat template.
+        tokenizer: a Hugging Face tokenizer.
         where: place of each conversation, with which errors begin.
         generating: True for each conversation whose text should end where a reply begins; None: all.
         tools: JSON schemas of functions that the model may call.
 
     Raises:
-        ConfigError: the template refuses a conversation, or goes beyond the limits of time, memory or text.
+        ConfigError: the tokenizer has no template, or it refuses a conversation, or goes beyond the limits of time,
+            memory or text.
     """
+    if not tokenizer.chat_template:
+        raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
     count = len(conversations)
     given = sum(len(repr(messages)) for messages in conversations) + count * len(repr(tools))
     most = 16 * MIB + 64 * 1024 * count + 16 * given
@@ -63,7 +66,7 @@ def follow(
     answers: Sequence[Sequence[Mapping[str, Any]]],
     tokenizer: Any,
     where: Sequence[str],
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     """The text of messages as it follows a response: its end of turn, the messages, and the beginning of the next
     response. The template renders each answer behind a response of one word, in the place of what was sampled, which
