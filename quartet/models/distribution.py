@@ -1,6 +1,5 @@
 """The distribution that tokens are sampled from, the same in engine, reference and learner."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from quartet.config.base import ConfigError
 from quartet.models.head import Asked
 from quartet.models.loading import load_config
 from quartet.models.numerics import by_time, check_logits, shannon, tempered
+from quartet.models.reading import reading
 from quartet.models.sequences import PairTensors
 from quartet.models.tiles import Softmax, filled
 
@@ -58,16 +57,15 @@ class Distribution:
 
     def logprobs(self, logits: Tensor, pairs: PairTensors) -> Tensor:
         """[R, C]: log-probs of the response tokens, at least in float32, from the `logits` [R, C, V] before them."""
-        return self._apply(None, logits, pairs)
+        return self._apply(logits, pairs, entropy=False)
 
     def with_entropy(self, logits: Tensor, pairs: PairTensors) -> tuple[Tensor, Tensor]:
         """[R, C] twice: `logprobs`, and Shannon's entropy of the whole distribution, from one softmax."""
-        logprobs, entropy = self._apply(shannon, logits, pairs).unbind(-1)
+        logprobs, entropy = self._apply(logits, pairs, entropy=True).unbind(-1)
         return logprobs, entropy
 
-    def _apply(self, function: Callable[[Tensor], Tensor] | None, logits: Tensor, pairs: PairTensors) -> Tensor:
-        """The log-probs of the response tokens [R, C], piece by piece; with a `function` of all tokens' log-probs
-        [R, t, V] -> [R, t], both [R, C, 2]."""
+    def _apply(self, logits: Tensor, pairs: PairTensors, *, entropy: bool) -> Tensor:
+        """The log-probs of the response tokens [R, C], piece by piece; with the entropy both [R, C, 2]."""
         check_logits(logits, self.temperature)
         size = logits.shape[-1] if self.vocabulary is None else min(self.vocabulary, logits.shape[-1])
         masked = tuple(token for token in self.end_ids if token < size) if self.min_new_tokens else ()
@@ -83,7 +81,7 @@ class Distribution:
                 bias = torch.zeros_like(kept[..., :1]).masked_fill(early, -torch.inf)
                 kept = kept.index_add(-1, ends, bias.expand(*bias.shape[:-1], len(ends)))
             every = kept.log_softmax(-1)
-            other = None if function is None else function(every)
+            other = shannon(every) if entropy else None
             # A token without probability: what another one has, plus the difference of their logits. A branch for
             # batches that hold such a token would have to wait for the device.
             possible = ids if whole else ids.masked_fill(never, always)
@@ -108,13 +106,8 @@ def end_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
         ConfigError: the folder's configuration or generation configuration cannot be read.
     """
     file = Path(folder) / GENERATION_CONFIG_NAME
-    try:
-        named = GenerationConfig.from_pretrained(folder).eos_token_id if file.exists() else None
-        if not file.exists():
-            named = getattr(load_config(folder), "eos_token_id", None)
+    with reading(f"model: {file} names no tokens that end a text"):
+        config = GenerationConfig.from_pretrained(folder) if file.exists() else load_config(folder)
+        named = getattr(config, "eos_token_id", None)
         several = named if isinstance(named, list) else [named]
         return tuple(sorted({int(token) for token in (*several, tokenizer.eos_token_id) if token is not None}))
-    except ConfigError:
-        raise
-    except Exception as error:  # as others wrote the file
-        raise ConfigError(f"model: {file} names no tokens that end a text: {error}") from None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
@@ -74,17 +74,12 @@ def shape_of_causal(path: str, dtype: str) -> nn.Module:
     return model
 
 
-def load_body(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> nn.Module:
-    """The model in `path` without its head. Raises ConfigError as `load_causal` does."""
-    return _load(AutoModel, path, dtype, attention, packing)
-
-
 def _load(
     kind: Any,
     path: str,
     dtype: str,
-    attention: str = "sdpa",
-    packing: bool = False,
+    attention: str,
+    packing: bool,
     devices: str | None = None,
     *,
     new: Sequence[str] = (),

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from quartet.config.base import ConfigError
-from quartet.models.loading import _load, check_whole, load_body, load_config
+from quartet.models.loading import _load, check_whole, load_config
 from quartet.models.numerics import widen
+from quartet.models.reading import reading
 from quartet.models.sequences import PairTensors
 from quartet.models.sharing import take
 
@@ -79,7 +79,7 @@ def _width(config: Any) -> int:
 def load_scalar(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> ScalarModel:
     """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head, or with
     `packing` if its attention cannot keep packed pairs apart."""
-    full: Any = _load(AutoModelForSequenceClassification, path, dtype, attention, packing=packing)
+    full: Any = _load(AutoModelForSequenceClassification, path, dtype, attention, packing)
     head = _head(full, path)
     model = _scalar(full, head)
     model.head.load_state_dict(head.state_dict())
@@ -93,9 +93,7 @@ def load_reward(path: str, dtype: str, attention: str = "sdpa", *, packing: bool
     if any("SequenceClassification" in name for name in load_config(path).architectures or ()):
         return load_scalar(path, dtype, attention, packing=packing)
     new = (f"{HEAD}.weight",)
-    full: Any = _load(
-        AutoModelForSequenceClassification, path, dtype, attention, packing=packing, new=new, num_labels=1
-    )
+    full: Any = _load(AutoModelForSequenceClassification, path, dtype, attention, packing, new=new, num_labels=1)
     return _scalar(full, _head(full, path))
 
 
@@ -141,14 +139,12 @@ def load_value(path: str, dtype: str, attention: str = "sdpa", *, packing: bool 
     Raises:
         ConfigError: the model does not load, or the head beside it does not fit it.
     """
-    model = ScalarModel(load_body(path, dtype, attention, packing=packing), bias=True)
+    model = ScalarModel(_load(AutoModel, path, dtype, attention, packing), bias=True)
     file = Path(path) / f"{VALUE_HEAD}.safetensors"
     if not file.exists():
         return model
-    try:
+    with reading(f"model: {file} cannot be read"):
         saved = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model: {file} cannot be read: {error}") from None
     wanted = {f"{VALUE_HEAD}.{name}": tensor for name, tensor in model.head.state_dict().items()}
     held, fitting = _shapes(saved), _shapes(wanted)
     if held != fitting:

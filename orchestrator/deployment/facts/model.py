@@ -67,7 +67,7 @@ class ModelOnDisk:
     @property
     def packs(self) -> bool:
         """True if its sequences may be packed, with torch's own attention."""
-        return packed.takes(self.network)
+        return not packed.problem(self.network, self.folder)
 
     @property
     def normalises(self) -> bool:

@@ -175,12 +175,7 @@ def caps(config: Any) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None
 
 
-def takes(model: Any) -> bool:
-    """True if packing is exact in a transformers model."""
-    return not _inexact(model)
-
-
-def _inexact(model: Any, attention: str = "sdpa") -> str:
+def _inexact(model: Any, attention: str) -> str:
     """The property of a transformers model that makes packing inexact; empty if every layer attends to its whole
     sequence through an attention function: no sliding window, no recurrent state that would run on into the next
     sequence, no rotation that depends on the length of others, and no scores that this attention cannot cap."""

@@ -22,7 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 from quartet.config.base import ConfigError
 from quartet.models.attention.packed import packed_attention
 from quartet.models.attention.padded import NAME as PADDED
-from quartet.models.loading import load_body, load_causal, load_tokenizer, max_length
+from quartet.models.loading import load_causal, load_tokenizer, max_length
 from quartet.models.scalar import ScalarModel, load_scalar, load_value, scores_of, values_of
 from quartet.models.sequences import concatenate_pairs, pad_pairs
 from tests import plain
@@ -158,7 +158,7 @@ def test_values_are_taken_before_each_response_token(reward_folder: Path, scalar
 
 def test_a_new_head_is_small_but_not_zero(reward_folder: Path) -> None:
     torch.manual_seed(0)
-    model = ScalarModel(load_body(str(reward_folder), "bfloat16"), bias=True)
+    model = load_value(str(reward_folder), "bfloat16")
     assert model.head.weight.dtype == torch.bfloat16
     # Standard deviation 1 / (64 + 1) over 64 weights.
     assert float(model.head.weight.detach().float().std()) == pytest.approx(1 / 65, rel=0.3)
@@ -187,7 +187,7 @@ def test_what_a_model_and_a_tokenizer_are(policy_folder: Path) -> None:
 
 def test_folders_that_hold_no_model(tmp_path: Path, policy_folder: Path) -> None:
     (tmp_path / "config.json").write_text((policy_folder / "config.json").read_text())
-    for load, kind in ((load_causal, "AutoModelForCausalLM"), (load_body, "AutoModel")):
+    for load, kind in ((load_causal, "AutoModelForCausalLM"), (load_value, "AutoModel")):
         with pytest.raises(ConfigError, match=re.escape(f"model: {tmp_path} cannot be loaded as {kind}: ")):
             load(str(tmp_path), "float32")
 
@@ -217,7 +217,7 @@ def test_attention_is_the_one_asked_for(policy_folder: Path) -> None:
 
 
 def test_flash_attention_is_taken_where_it_is_and_refused_by_its_field_elsewhere(policy_folder: Path) -> None:
-    for load in (load_causal, load_body):
+    for load in (load_causal, load_value):
         if is_flash_attn_2_available():
             model: Any = load(str(policy_folder), "bfloat16", "flash_attention_2")
             assert model.config._attn_implementation == "flash_attention_2"
