@@ -1,7 +1,7 @@
 """A language model that computes log-probs inside its head, so that its logits never exist as a whole."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class LogprobHead(nn.Linear):
             input,
             self.weight,
             asked.ids,
-            asked.softmax.capped(self.cap),
+            replace(asked.softmax, cap=self.cap),
             bias=self.bias,
             early=asked.early,
             entropy=asked.entropy,

@@ -5,7 +5,7 @@ state, V entries of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +39,6 @@ class Softmax:
     cap: float | None = None
     size: int | None = None
     ends: tuple[int, ...] = ()
-
-    def capped(self, cap: float | None) -> "Softmax":
-        """The same with this cap."""
-        return replace(self, cap=cap)
 
 
 def tile_elements(device: torch.device) -> int:
