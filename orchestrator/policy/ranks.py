@@ -161,7 +161,7 @@ class Policy:
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> Answer:
         """Calls a method on all ranks in turn; rank 0's answer."""
-        return await self._ranks.call(method, self._seconds(method), *arguments, **options)
+        return await self._ranks.call(method, DEADLINES[method](self._config), *arguments, **options)
 
     async def _beside(
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
@@ -170,7 +170,4 @@ class Policy:
         answer of each."""
         config = self._config
         count = config.policy.ranks if method is Snapshots.write_snapshot else config.weights.senders
-        return await self._ranks.beside(count, method, self._seconds(method), *arguments, **options)
-
-    def _seconds(self, method: Method[Arguments, Answer]) -> float:
-        return DEADLINES[method](self._config)
+        return await self._ranks.beside(count, method, DEADLINES[method](config), *arguments, **options)

@@ -34,17 +34,14 @@ class Ranks:
 
     def joined(self, metrics: Mapping[str, float], device: torch.device) -> dict[str, float]:
         """Metrics over all ranks: sums, or maxima of those named `..._max`. Every rank calls it."""
-        if self.world_size == 1 or not metrics:
-            return dict(metrics)
-        maxima = [name for name in metrics if name.endswith("_max")]
-        added = [name for name in metrics if not name.endswith("_max")]
-        joined: dict[str, float] = {}
-        for names, how in ((added, distributed.ReduceOp.SUM), (maxima, distributed.ReduceOp.MAX)):
-            values = torch.tensor([metrics[name] for name in names], dtype=torch.float64, device=device)
-            if names:
+        joined = dict(metrics)
+        for how, largest in ((distributed.ReduceOp.SUM, False), (distributed.ReduceOp.MAX, True)):
+            names = [name for name in metrics if name.endswith("_max") is largest]
+            if names and self.world_size > 1:
+                values = torch.tensor([metrics[name] for name in names], dtype=torch.float64, device=device)
                 distributed.all_reduce(values, how, group=self.group)
-            joined |= dict(zip(names, values.tolist(), strict=True))
-        return {name: joined[name] for name in metrics}
+                joined |= zip(names, values.tolist(), strict=True)
+        return joined
 
 
 def start_distributed(ranks: Ranks) -> None:

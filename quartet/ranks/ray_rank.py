@@ -28,19 +28,14 @@ BESIDE = 3
 """Such methods at the same time: one sends weights, one writes a checkpoint, and a third can abandon the first."""
 
 
-def variables(config: LearnerConfig) -> dict[str, str]:
-    """The environment variables with which a rank's process begins, beside those of its node."""
-    on_gpu = config.num_gpus or VISIBLE in config.env_vars
-    return (DEFAULTS if on_gpu else {}) | config.env_vars
-
-
 def own_place(config: LearnerConfig) -> dict[str, Any]:
     """Ray's options for a rank that has CPUs and a GPU of its own, wherever Ray finds them."""
+    on_gpu = config.num_gpus or VISIBLE in config.env_vars
     return {
         "num_cpus": config.num_cpus,
         "num_gpus": config.num_gpus,
         "resources": config.resources,
-        "runtime_env": {"env_vars": variables(config)},
+        "runtime_env": {"env_vars": (DEFAULTS if on_gpu else {}) | config.env_vars},
     }
 
 

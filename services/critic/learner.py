@@ -84,7 +84,7 @@ class CriticModel:
         then replaces the replica."""
         if self._failure:
             raise RanksLost(self._failure)
-        if not self._is_changing:
+        if self._renewing is None and not self._restoring.locked():
             try:
                 self._ranks.check()
             except RanksLost as error:
@@ -105,11 +105,6 @@ class CriticModel:
         if self._renewing is not None:
             self._renewing.cancel()
         self._ranks.stop()
-
-    @property
-    def _is_changing(self) -> bool:
-        """True while new ranks take the place of old ones."""
-        return self._restoring.locked() or self._renewing is not None
 
     def _renew(self, reason: RanksLost) -> None:
         """Gives up what was trained, and begins to start new ranks."""

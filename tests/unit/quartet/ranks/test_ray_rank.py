@@ -26,7 +26,7 @@ from quartet.config.learner import LearnerConfig
 from quartet.ranks.group import RankDied, RanksLost
 from quartet.ranks.nccl_settings import DEFAULTS, GIVE_UP
 from quartet.ranks.ranks import Ranks
-from quartet.ranks.ray_rank import RayRank, _answer, ray_ranks, variables
+from quartet.ranks.ray_rank import RayRank, _answer, own_place, ray_ranks
 from quartet.ranks.stopped import is_stopped
 from quartet.wire.errors import InvalidArgument, ResourceExhausted
 from tests.unit.waiting import until
@@ -191,7 +191,7 @@ async def test_a_process_that_is_stopped_or_has_ended_is_seen_on_this_machine_on
 def test_a_rank_on_a_gpu_begins_with_the_variables_that_a_push_changes(policy_folder: Path) -> None:
     def variables_of(**fields: Any) -> dict[str, str]:
         given: dict[str, Any] = {"optimizer": {"learning_rate": 1e-5}, "model": str(policy_folder)}
-        return variables(LearnerConfig.parse(given | fields, "policy"))
+        return dict(own_place(LearnerConfig.parse(given | fields, "policy"))["runtime_env"]["env_vars"])
 
     assert variables_of() == {}
     assert variables_of(num_gpus=1, env_vars={"OMP_NUM_THREADS": "8"}) == DEFAULTS | {"OMP_NUM_THREADS": "8"}
