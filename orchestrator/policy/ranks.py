@@ -7,7 +7,6 @@ from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.policy.clipped import ClippedPolicy
-from orchestrator.policy.sampled import sampled_from
 from orchestrator.policy.sending import WeightSending
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.columns import Columns
@@ -53,19 +52,19 @@ class Policy:
         """Highest number of a push group that was asked for, see WeightSource."""
 
     @classmethod
-    async def start(cls, config: OrchestratorConfig, distribution: Distribution | None = None) -> "Policy":
+    async def start(cls, config: OrchestratorConfig, distribution: Distribution) -> "Policy":
         """Starts one actor for each rank and returns when their models are loaded.
 
         Args:
             config: the run's configuration.
-            distribution: the distribution that responses are sampled from; None: as `sampled_from` reads it.
+            distribution: the one that responses are sampled from.
 
         Raises:
             ResourceExhausted: it took longer than timeouts.start_s, usually because the cluster lacks CPUs or GPUs.
             RanksLost: a rank died while it started.
         """
         ranks = ray_ranks("policy", config.policy)
-        arguments = (config.scheduled_policy, config.sized_algorithm, distribution or sampled_from(config))
+        arguments = (config.scheduled_policy, config.sized_algorithm, distribution)
         build = partial(PolicyTrainer, adapters=config.weights.adapters)
         await ranks.start(build, *arguments, timeout_s=config.timeouts.start_s)
         return cls(ranks, config)

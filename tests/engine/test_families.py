@@ -19,6 +19,7 @@ from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.learner.lora import weights_of
+from quartet.models.loading import load_tokenizer
 from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.codec import Floats
 from services.reference.config import ReferenceConfig
@@ -64,7 +65,7 @@ class Agreement:
         self.engine = engine
         self.prompts = PROMPTS
         self.sampling = Sampling(**sampling)
-        self.distribution = sampled_from(make_config(folder, sampling=sampling))
+        self.distribution = sampled_from(make_config(folder, sampling=sampling), load_tokenizer(str(folder)))
         config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=3e-3), lora=lora)
         algorithm = PPO(epochs=1, minibatch_size=6)
         self.learner = PolicyTrainer(config, algorithm, self.distribution, adapters=adapters)

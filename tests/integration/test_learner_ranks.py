@@ -13,7 +13,9 @@ import ray
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.policy.ranks import Policy
+from orchestrator.policy.sampled import sampled_from
 from protos import rollout_pb2 as pb
+from quartet.models.loading import load_tokenizer
 from quartet.ranks.group import RanksLost
 from quartet.wire.errors import ServiceError
 from services.critic.client import CriticClient
@@ -42,7 +44,8 @@ async def learner(quartet: Quartet, on_ray: None) -> AsyncIterator[Policy]:
         "policy": raw["policy"] | layout,
         "weights": raw.get("weights", {}) | {"senders": 2, "bucket_mib": 1},
     }
-    policy = await Policy.start(OrchestratorConfig.parse(raw, "orchestrator"))
+    config = OrchestratorConfig.parse(raw, "orchestrator")
+    policy = await Policy.start(config, sampled_from(config, load_tokenizer(config.policy.model)))
     yield policy
     policy.stop()
 
