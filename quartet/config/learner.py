@@ -151,6 +151,11 @@ class LearnerConfig(Config):
         return sorted(places & self.model_fields_set) if self.ranks == 1 else []
 
     @property
+    def copies(self) -> int:
+        """Copies of the model, among which ZeRO divides."""
+        return self.ranks // self.tensor_parallel.size
+
+    @property
     def recomputes(self) -> bool:
         """True if activations are recomputed; also with auto, as long as it is not decided."""
         return bool(self.gradient_checkpointing)
@@ -239,7 +244,7 @@ def describe(config: LearnerConfig) -> dict[str, Any]:
 def _zero(config: LearnerConfig) -> dict[str, Any]:
     # A model of which there is one copy has no gradients to average. What does not fit into the bucket is not copied
     # into it; with adam_offload it is copied once all the same.
-    alone = config.ranks == config.tensor_parallel.size and config.zero_stage in (1, 2)
+    alone = config.copies == 1 and config.zero_stage in (1, 2)
     zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": 1 if alone else REDUCE_ELEMENTS}
     if config.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}

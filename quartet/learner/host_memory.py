@@ -28,8 +28,8 @@ def held_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> dict
         logits: True for a language model, False for a value model.
     """
     shape = shape if logits else shape.body
-    width, copies = BYTES[config.dtype], config.ranks // config.tensor_parallel.size
-    own = -(-trained_parameters(config, shape) // copies)
+    width = BYTES[config.dtype]
+    own = -(-trained_parameters(config, shape) // config.copies)
     held = {}
     if config.adam_offload:
         held[OPTIMIZER] = _offloaded(config.zero_stage, own, width, largest=shape.largest)
@@ -60,8 +60,7 @@ def copied_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool, rank:
     """Bytes of host memory for the copies from which a rank writes a checkpoint while training goes on. Those of the
     policy, which has logits, hold a model to load too."""
     shape = shape if logits else shape.body
-    copies, width = config.ranks // config.tensor_parallel.size, BYTES[config.dtype]
-    divided = copies if config.zero_stage else 1
+    width, divided = BYTES[config.dtype], config.copies if config.zero_stage else 1
     whole = shape.parameters // config.tensor_parallel.size
     count = state_bytes(config, shape) // divided if config.zero_stage or not rank else 0
     if config.zero_stage < 3 and rank < config.tensor_parallel.size:

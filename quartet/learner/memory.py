@@ -38,8 +38,7 @@ def trained_parameters(config: LearnerConfig, shape: ModelSize) -> int:
 
 def step_groups(config: LearnerConfig, shape: ModelSize) -> list[int]:
     """Parameters of each group of ZeRO 1 or 2 on one rank (learner/optimizer.py)."""
-    size = config.tensor_parallel.size
-    copies = config.ranks // size
+    size, copies = config.tensor_parallel.size, config.copies
     adapters = [shape.adapters(config.lora.rank) // shape.layers] * shape.layers if config.lora else []
     weights = adapters or [count // size for count in shape.weights]
     return [sum(group) // copies for group in grouped(weights, int, GROUP_ELEMENTS * copies)]
@@ -53,7 +52,7 @@ def state_bytes(config: LearnerConfig, shape: ModelSize) -> int:
 
 def kept_bytes(config: LearnerConfig, shape: ModelSize) -> int:
     """Bytes of weights, gradients, optimizer state and buckets on one rank's GPU, between two passes."""
-    width, copies = BYTES[config.dtype], config.ranks // config.tensor_parallel.size
+    width, copies = BYTES[config.dtype], config.copies
     number, trained = shape.parameters // config.tensor_parallel.size, trained_parameters(config, shape)
     weights = 0 if config.param_offload else number * width // (copies if config.zero_stage == 3 else 1)
     # With adam_offload each gradient moves to the host as soon as the ranks have added it up.
@@ -116,17 +115,16 @@ def tile_bytes(shape: ModelSize, tokens: int, width: int) -> int:
 def _copied(config: LearnerConfig, shape: ModelSize) -> int:
     """Copies of gradients at the end of a backward pass: each rank's share as it leaves the buckets, and with ZeRO 2
     what earlier passes added up."""
-    copies = config.ranks // config.tensor_parallel.size
-    if config.adam_offload or not (config.zero_stage == 2 or (config.zero_stage == 1 and copies > 1)):
+    if config.adam_offload or not (config.zero_stage == 2 or (config.zero_stage == 1 and config.copies > 1)):
         return 0
-    return trained_parameters(config, shape) // copies * BYTES[config.dtype]
+    return trained_parameters(config, shape) // config.copies * BYTES[config.dtype]
 
 
 def _step(config: LearnerConfig, shape: ModelSize) -> int:
     """Copies of the gradient that DeepSpeed makes for the optimizer's step: a flat one, and in half precision one in
     float32; with ZeRO of one group at a time. Without ZeRO several ranks add it up in copies of
     AVERAGED_ELEMENTS at most."""
-    copies, trained = config.ranks // config.tensor_parallel.size, trained_parameters(config, shape)
+    copies, trained = config.copies, trained_parameters(config, shape)
     if config.zero_stage == 0 and copies > 1:
         return min(trained, AVERAGED_ELEMENTS) * BYTES[config.dtype]
     if config.zero_stage == 0 or config.adam_offload:

@@ -196,7 +196,7 @@ class TrainedModule:
         trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
         # With ZeRO 3 a parameter has no elements but in a pass.
         count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
-        return bool(count > _most(self._config))
+        return bool(count > GROUP_ELEMENTS * self._config.copies)
 
     def check_weights(self) -> None:
         """Raises NotFinite on all ranks unless all weights are finite. Every rank calls it."""
@@ -291,15 +291,10 @@ class TrainedModule:
 
 
 def _groups(trained: list[nn.Parameter], config: LearnerConfig) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Parameters in the groups in which the optimizer steps: of ZeRO 1 and 2 on the device."""
+    """Parameters in the groups in which the optimizer steps: of ZeRO 1 and 2 on the device, which divides each."""
     if config.zero_stage not in (1, 2) or config.adam_offload:
         return trained
-    return [{"params": group} for group in grouped(trained, nn.Parameter.numel, _most(config))]
-
-
-def _most(config: LearnerConfig) -> int:
-    """Most parameters of a group, before ZeRO divides them."""
-    return GROUP_ELEMENTS * config.ranks // config.tensor_parallel.size
+    return [{"params": group} for group in grouped(trained, nn.Parameter.numel, GROUP_ELEMENTS * config.copies)]
 
 
 def _numbers(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:
