@@ -25,7 +25,7 @@ from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.place import Place, machine
 from quartet.wire.codec import Floats, Ints
-from quartet.wire.errors import InvalidArgument, Unavailable
+from quartet.wire.errors import InvalidArgument, ServiceError, Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
@@ -64,10 +64,16 @@ def _while_it_lives(
     """Makes a method fail as `check_health` does when the engine's process dies meanwhile: vLLM notices the death,
     but leaves what the process was asked for without an answer. One that a signal has stopped, as SIGSTOP does, is
     ended, a worker too: it would hold up a whole push until the phase's deadline, and outlive a replica that is
-    replaced for its silence."""
+    replaced for its silence.
+
+    After a call that failed in one of several workers all further ones fail, those of health checks too, so that the
+    replica is replaced: vLLM leaves the answers of the others unread, and takes them for those to later calls.
+    """
 
     @wraps(method)
     async def watched(engine: "VLLMEngine", /, *given: Given.args, **options: Given.kwargs) -> Result:
+        if engine.disorder:
+            raise Unavailable(f"the engine's workers answer out of turn since one of them failed: {engine.disorder}")
         asked = asyncio.create_task(method(engine, *given, **options))
         stopped: Mapping[psutil.Process, int] = {}
         try:
@@ -79,6 +85,11 @@ def _while_it_lives(
                     with contextlib.suppress(psutil.Error):
                         process.kill()
             return asked.result()
+        except Exception as error:
+            # What the caller has asked wrongly reaches no worker.
+            if engine.workers > 1 and not isinstance(error, ServiceError | ValueError):
+                engine.disorder = f"{type(error).__name__}: {error}"
+            raise
         finally:
             asked.cancel()
 
@@ -97,6 +108,8 @@ class VLLMEngine:
         self.checksums: dict[int, str] = {}
         self.backend: str = config.weight_backend
         self.workers = config.tensor_parallel_size
+        self.disorder = ""
+        """Failure of a call of several workers, since which their answers are out of turn; empty if none failed."""
         self.place = Place()
         self.requests = Requests(llm, config.adapter_versions if config.adapters else 0)
         self.generate = self.requests.generate

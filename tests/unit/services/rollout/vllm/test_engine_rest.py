@@ -1,6 +1,7 @@
 """An engine that rests while the learners compute, and the versions of its weights: the calls that vLLM gets."""
 
 import asyncio
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from quartet.models.loading import shape_of_causal
 from quartet.weight_transfer.expected import ExpectedWeights
@@ -169,3 +171,70 @@ async def test_checksums_are_kept_of_all_versions_that_responses_may_be_of(
     for version in range(21):
         await engine.commit(version)
     assert list(engine.checksums) == list(range(oldest, 21))
+
+
+class InProcesses(Llm):
+    """One whose workers answer through vLLM's executor; the first cannot have its cache back while another has the
+    memory."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(releases=True)
+        self.taken = True
+        self._answers = [deque[tuple[Any, Any]]() for _ in range(workers)]
+        executor: Any = object.__new__(MultiprocExecutor)
+        executor.is_failed, executor.futures_queue = False, deque()
+        executor.rpc_broadcast_mq = SimpleNamespace(enqueue=self._carry_out)
+        executor.response_mqs = [SimpleNamespace(dequeue=self._reader(answers)) for answers in self._answers]
+        self._executor = executor
+
+    def _carry_out(self, call: tuple[Any, ...]) -> None:
+        status, given = WorkerProc.ResponseStatus, {"abort_weight_update": True, "push_outcome": ("", "sum")}
+        for worker, answers in enumerate(self._answers):
+            if call[0] == "wake_up" and self.taken and worker == 0:
+                answers.append((status.FAILURE, "out of memory"))
+            else:
+                answers.append((status.SUCCESS, given.get(call[0])))
+
+    @staticmethod
+    def _reader(answers: deque[tuple[Any, Any]]) -> Any:
+        return lambda timeout: answers.popleft()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append(method)
+        try:
+            return list(self._executor.collective_rpc(method, args=args))
+        except RuntimeError as error:
+            raise Exception(f"Call to {method} method failed: {error}") from None  # as vLLM's client does
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self.collective_rpc("wake_up")
+
+
+async def asleep_after_a_commit(llm: InProcesses, folder: Path, workers: int) -> VLLMEngine:
+    engine = make(llm, folder, tensor_parallel_size=workers)
+    await engine.rest()
+    await engine.pause("keep")
+    with pytest.raises(Exception, match="out of memory"):
+        await engine.commit(5)
+    llm.taken = False
+    return engine
+
+
+async def test_an_engine_one_of_whose_workers_failed_is_not_asked_again(policy_folder: Path) -> None:
+    llm = InProcesses(2)
+    engine = await asleep_after_a_commit(llm, policy_folder, 2)
+    # Otherwise it would be a member of each further attempt of the push, and fail it, until Serve replaces it.
+    for asked in (engine.check_health, engine.abort, engine.leave):
+        with pytest.raises(Unavailable, match=r"out of turn since one of them failed: Exception: .*'out of memory'"):
+            await asked()
+    # The second worker's answer is the one to the call that failed.
+    assert await llm.collective_rpc("push_outcome") == [("", "sum"), None]
+
+
+async def test_an_engine_whose_only_worker_failed_goes_on_when_it_can(policy_folder: Path) -> None:
+    llm = InProcesses(1)
+    engine = await asleep_after_a_commit(llm, policy_folder, 1)
+    await engine.check_health()
+    assert await engine.abort()
+    assert llm.names()[-2:] == ["wake_up", "resume_generation"]
+    assert engine.version == 5
