@@ -51,7 +51,8 @@ def by_anthropic(url: str, key: str, model: str, **_: Any) -> Any:
 
     client = Anthropic(base_url=url.removesuffix("/v1"), auth_token=key)
     said: Any = SAID
-    asks: dict[str, Any] = {"model": model, "messages": said, "max_tokens": 8, "top_k": 1}
+    # The library has no `top_k` any more.
+    asks: dict[str, Any] = {"model": model, "messages": said, "max_tokens": 8, "extra_body": {"top_k": 1}}
     whole = client.messages.create(**asks)
     with client.messages.stream(**asks) as stream:
         streamed = stream.get_final_message()

@@ -93,7 +93,7 @@ _SAMPLING = (
 _ANY = frozenset({"model", "user", "logprobs", "stream_options"}) | _SAMPLING
 GENERATE = "/inference/v1/generate"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-WITHOUT_EFFECT = frozenset({"metadata", "thinking", "context_management", "service_tier"})
+WITHOUT_EFFECT = frozenset({"metadata", "thinking", "context_management", "service_tier", "cache_control"})
 """Fields of Anthropic's protocol that its clients send and that mean nothing here."""
 _OF_PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice"}) | WITHOUT_EFFECT
 FIELDS: Mapping[str, frozenset[str]] = {

@@ -18,7 +18,7 @@ from tests.installed import installed
 
 pytestmark = pytest.mark.exhaustive
 PEER = Path(__file__).parents[1] / "clients_peer.py"
-LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "anthropic>=1.0", "torch==2.13.0")
+LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "anthropic==2.14.0", "torch==2.13.0")
 VERIFIERS = ("verifiers==0.4.0",)
 """Takes an older library of OpenAI's than inspect-ai does."""
 AS_MEAN = {"aggregation": "mean", "higher_is_better": True}
