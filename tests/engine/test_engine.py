@@ -19,6 +19,7 @@ from tests import plain
 from tests.engine_process import EngineProcess
 from tests.models import WORDS, make_policy
 from tests.pushing import TIMEOUT_S, ModelSource, make_pusher, perturbed, push
+from tests.sources import LocalSource
 
 PROMPTS, _ = plain.random_pairs(12, seed=11, longest=30)
 GREEDY = Sampling(max_new_tokens=40, temperature=0)
@@ -133,6 +134,25 @@ async def test_each_worker_keeps_its_part_of_a_push_once_the_first_has_shown_it(
     assert 1 <= sum(kept) / total < 1.01  # both have the norms
 
 
+@of_kinds("plain, two workers")
+async def test_another_learner_may_send_other_buckets_or_another_order(loaded: Loaded) -> None:
+    """Workers know their parts in other buckets already, and learn them again of weights in another order."""
+    weights, engine = dict(loaded.model.named_parameters()), loaded.engine
+    backwards = dict(reversed(weights.items()))
+    await push(engine, loaded.source(), 30)
+    sent = [(weights, 30_000, [True, True]), (backwards, 30_000, [False, True]), (backwards, 90_000, [True])]
+    version = 30
+    for tensors, bucket_bytes, known in sent:
+        source = LocalSource(tensors, bucket_bytes=bucket_bytes, stall_s=TIMEOUT_S, backend=loaded.backend)
+        for knows in known:
+            version += 1
+            perturbed(loaded.model, seed=version)
+            await push(engine, source, version)
+            await loaded.check(version)
+            assert [kept > 0 for kept in await engine.in_workers("kept_bytes")] == [knows] * 2
+        source.leave()
+
+
 @of_kinds("llama", "llama-tied", "qwen2", "qwen2-tied", "plain, two workers")
 async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loaded) -> None:
     """The sender leaves in the middle; the same weights arrive with the next push."""
@@ -154,7 +174,7 @@ async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loade
     await loaded.check(version=51)
 
 
-@of_kinds("llama", "llama-tied", "qwen2", "qwen2-tied", "shared, untied")
+@of_kinds("llama", "llama-tied", "qwen2", "qwen2-tied", "shared, untied", "plain, two workers")
 async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None:
     perturbed(loaded.model, seed=101)
     one = await push(loaded.engine, loaded.source(), 70)

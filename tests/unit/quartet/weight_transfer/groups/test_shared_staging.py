@@ -34,26 +34,37 @@ GLOO = gloo_wire(HOST)
 
 
 class Replica:
-    """A sender and the workers of a replica."""
+    """Senders, and the workers of a replica."""
 
     def __init__(
-        self, workers: int = 2, *, wire: Wire = GLOO, device: torch.device = CPU, on_gpu: bool = False
+        self,
+        workers: int = 2,
+        *,
+        senders: int = 1,
+        wire: Wire = GLOO,
+        device: torch.device = CPU,
+        on_gpu: bool = False,
     ) -> None:
-        self._wire, self._device, self._on_gpu = wire, device, on_gpu
+        self._senders, self._wire, self._device, self._on_gpu = senders, wire, device, on_gpu
         self.workers = [GroupReceiver(device, lambda backend, host, device, stall_s: wire) for _ in range(workers)]
         self.membership = 0
         self.take(1.0)
 
     def take(self, value: float, count: int = 4, bucket_bytes: int = 16) -> None:
-        """Makes the learner's weights; those in another number or other buckets need another sender."""
+        """Makes the learner's weights; those in another number or other buckets need other senders."""
         self.weights = {f"w{i}": torch.full((4,), value + i, device=self._device) for i in range(count)}
         self.manifest = Manifest.of(self.weights, bucket_bytes)
 
     def join(self) -> None:
-        place = {} if self._device == CPU else {"device": self._device}
-        self.sender = GroupSender(self.manifest, self._wire, host=HOST, stall_s=STALL_S, on_gpu=self._on_gpu, **place)
+        options: dict[str, Any] = {"host": HOST, "stall_s": STALL_S, "on_gpu": self._on_gpu}
+        if self._device != CPU:
+            options["device"] = self._device
+        self.senders = [
+            GroupSender(self.manifest, self._wire, sender=sender, senders=self._senders, **options)
+            for sender in range(self._senders)
+        ]
         self.membership += 1
-        senders = [[HOST, self.sender.rendezvous()]]
+        senders = [[HOST, sender.rendezvous()] for sender in self.senders]
         world, count = len(self.workers) + 1, len(self.workers)
 
         def joins(worker: int) -> None:
@@ -64,12 +75,12 @@ class Replica:
         self.all(
             [
                 *(lambda w=worker: joins(w) for worker in range(count)),
-                lambda: self.sender.join(self.membership, world),
+                *(lambda sender=sender: sender.join(self.membership, world) for sender in self.senders),
             ]
         )
 
     def push(self, number: int, *, pieces: bool = False) -> list[str]:
-        """The checksums of the workers; that of the sender is the same. With `pieces` each keeps its own alone."""
+        """The checksums of the workers; that of the senders is the same. With `pieces` each keeps its own alone."""
         received: dict[int, str] = {}
         owns = [self.pieces(worker) if pieces else None for worker in range(len(self.workers))]
 
@@ -78,15 +89,16 @@ class Replica:
 
         for worker, own in zip(self.workers, owns, strict=True):
             worker.make_room(self.manifest, own)
-        self.sender.load(self.weights.items(), number)
-        sent: list[str] = []
+        for sender in self.senders:
+            sender.load(self.weights.items(), number)
+        sent: dict[int, bytes] = {}
         self.all(
             [
                 *(lambda w=worker: receives(w) for worker in range(len(self.workers))),
-                lambda: sent.append(checksum(self.sender.send(number))),
+                *(lambda sender=sender: sent.update(sender.send(number)) for sender in self.senders),
             ]
         )
-        assert set(received.values()) == set(sent)
+        assert set(received.values()) == {checksum(sent)}
         return [received[worker] for worker in range(len(self.workers))]
 
     def loaded(self, worker: int) -> dict[str, list[float]]:
@@ -135,7 +147,8 @@ class Replica:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
-        self.sender.close()
+        for sender in self.senders:
+            sender.close()
 
 
 @pytest.fixture
@@ -233,9 +246,9 @@ def test_one_worker_shares_nothing(made: list[int]) -> None:
     assert made == []
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_each_worker_keeps_its_pieces_once_they_are_known(made: list[int], workers: int) -> None:
-    before, replica = open_here(), Replica(workers)
+@pytest.mark.parametrize(("workers", "senders"), [(2, 1), (4, 1), (2, 2), (2, 5)])
+def test_each_worker_keeps_its_pieces_once_they_are_known(made: list[int], workers: int, senders: int) -> None:
+    before, replica = open_here(), Replica(workers, senders=senders)
     replica.join()
     replica.push(1)
     assert [replica.taken(worker) for worker in range(workers)] == replica.shares()
@@ -320,8 +333,9 @@ def test_weights_that_the_first_worker_has_not_all_received_are_not_loaded() -> 
         except RuntimeError as error:
             failures.append(str(error))
 
-    replica.sender.load(replica.weights.items(), 2)
-    replica.all([receives, lambda: second.receive(replica.manifest), lambda: replica.sender.send(2)])
+    [sender] = replica.senders
+    sender.load(replica.weights.items(), 2)
+    replica.all([receives, lambda: second.receive(replica.manifest), lambda: sender.send(2)])
     assert failures == ["a copy failed"]
     with pytest.raises(RuntimeError, match="the first worker of this replica has not received all weights"):
         replica.loaded(1)
