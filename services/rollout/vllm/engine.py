@@ -15,6 +15,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet.config.base import ConfigError
 from quartet.learner.lora import adapted_layer, adapters_for
@@ -86,8 +87,8 @@ def _while_it_lives(
                         process.kill()
             return asked.result()
         except Exception as error:
-            # What the caller has asked wrongly reaches no worker.
-            if engine.workers > 1 and not isinstance(error, ServiceError | ValueError):
+            # What a caller asks wrongly reaches no worker.
+            if engine.workers > 1 and not isinstance(error, ServiceError | ValueError | EngineDeadError):
                 engine.disorder = f"{type(error).__name__}: {error}"
             raise
         finally:

@@ -1,6 +1,9 @@
 """An engine whose process dies while it is asked for something: vLLM would leave the caller waiting."""
 
 import asyncio
+import signal
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,8 @@ from quartet.models.loading import shape_of_causal
 from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from services.rollout.config import RolloutConfig
-from services.rollout.vllm.engine import LOOK_S, VLLMEngine
+from services.rollout.vllm import engine as engines
+from services.rollout.vllm.engine import ANSWER_S, LOOK_S, VLLMEngine
 from tests.unit.services.rollout.vllm.test_vllm_interface import RecordedEngine
 
 
@@ -50,7 +54,8 @@ def llm() -> Deaf:
 
 @pytest.fixture
 def engine(llm: Deaf, policy_folder: Path) -> VLLMEngine:
-    config = RolloutConfig.parse({"model": str(policy_folder), "dtype": "float32", "kv_cache_mib": 8}, "rollout")
+    raw = {"model": str(policy_folder), "dtype": "float32", "kv_cache_mib": 8, "tensor_parallel_size": 2}
+    config = RolloutConfig.parse(raw, "rollout")
     return VLLMEngine(llm, config, ExpectedWeights(shape_of_causal(config.model, config.dtype), config.dtype))  # type: ignore[arg-type]
 
 
@@ -63,8 +68,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "commit": (1,),
     "abort": (),
     "stale": (),
+    "answer": (),
 }
-"""Everything that a push asks of an engine, and the arguments."""
+"""Everything that a push or a look at its health asks of an engine, and the arguments."""
 
 
 @pytest.mark.parametrize("method", CALLS)
@@ -78,6 +84,28 @@ async def test_a_call_fails_as_soon_as_the_engine_is_dead(llm: Deaf, engine: VLL
             await call
     await asyncio.sleep(0)
     assert llm.cancelled == 1
+    assert not engine.disorder  # that it is dead says it all
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["answer", "commit"])
+async def test_a_process_that_a_signal_has_stopped_is_ended_whenever_the_engine_is_asked(
+    engine: VLLMEngine, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left stopped, the process would outlive its replica and keep its GPU's memory."""
+    monkeypatch.setattr(engines, "LOOK_S", 0.02)
+    # Below this process, as an engine's core is below a replica, and its workers are below the core.
+    with subprocess.Popen(["sleep", "600"]) as process:
+        monkeypatch.setattr(Deaf, "dead", property(lambda _: process.poll() is not None))
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(30):
+                with pytest.raises(EngineDeadError):
+                    await getattr(engine, method)(*CALLS[method])
+        finally:
+            process.kill()
+    assert time.monotonic() - began < ANSWER_S / 2
 
 
 async def test_a_caller_that_gives_up_leaves_nothing_waiting(llm: Deaf, engine: VLLMEngine) -> None:
