@@ -59,6 +59,14 @@ class Destinations:
         )
 
 
+def _ends(piece: Piece) -> tuple[int, int]:
+    """The first number of a piece, and the one after its last."""
+    if 0 in piece.sizes:
+        return piece.offset, piece.offset
+    last = sum((size - 1) * stride for size, stride in zip(piece.sizes, piece.strides, strict=True))
+    return piece.offset, piece.offset + last + 1
+
+
 def near(piece: Tensor, place: Tensor) -> Tensor:
     """The piece, or a copy of it on the device of its place, if it is elsewhere and its numbers are scattered or of
     another dtype. All that lies between them is copied too, as the host would take longer to gather or convert them.
@@ -66,8 +74,8 @@ def near(piece: Tensor, place: Tensor) -> Tensor:
     alike = piece.is_contiguous() and piece.dtype == place.dtype
     if piece.device == place.device or alike or not piece.numel():
         return piece
-    span = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True))
-    between = piece.as_strided((span,), (1,)).to(place.device, non_blocking=True)
+    begin, end = _ends(Piece.of(piece))
+    between = piece.as_strided((end - begin,), (1,)).to(place.device, non_blocking=True)
     return between.as_strided(piece.shape, piece.stride())
 
 
@@ -106,10 +114,14 @@ class Watch(Operators):
         return Destinations(copies) if copies and arrived == self._begun and not self.problem else None
 
     def look(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Follows a copy. Another operator that is given numbers of a weight is a problem."""
+        """Follows a copy. Another operator that is given numbers of a weight is a problem, as is a constant in their
+        place: it would be the same in a weight of zeros, but not in the next."""
         if name == "copy_":
             self._follow(*given)
-        elif name not in CONSTANTS:
+        elif name in CONSTANTS:
+            if self._has_numbers_in(given[0]):
+                self.problem = self.problem or f"{name} of {list(given[0].shape)}"
+        else:
             if any(map(self._knows, given)):
                 self.problem = self.problem or name
             for tensor in made:  # perhaps where something was that is gone
@@ -147,6 +159,12 @@ class Watch(Operators):
             replace(copy, target=replace(copy.target, offset=copy.target.offset + target.storage_offset()))
             for copy in self._copied.get(storage_of(source), ())
         ]
+
+    def _has_numbers_in(self, tensor: Tensor) -> bool:
+        """True if numbers of a weight lie between the first and the last one of a tensor."""
+        begin, end = _ends(Piece.of(tensor))
+        copied = (_ends(copy.target) for copy in self._copied.get(storage_of(tensor), ()))
+        return bool(self._weight(tensor)) or any(first < end and begin < last for first, last in copied)
 
     def _knows(self, tensor: Tensor) -> bool:
         return not tensor.is_meta and bool(self._copied.get(storage_of(tensor)) or self._weight(tensor))

@@ -61,6 +61,13 @@ def in_parts(model: Any, weight: torch.Tensor) -> None:
     model.weight.data[4:, 2:].copy_(weight[:, 2:])
 
 
+def padded(model: Any, weight: torch.Tensor) -> None:
+    """Rows that are filled after the weight, as those of a vocabulary are."""
+    model.weight.data[:2].copy_(weight)
+    model.weight.data[2:].fill_(0)
+    model.weight.data[:0].fill_(1)
+
+
 def reused(model: Any, weight: torch.Tensor) -> None:
     """A memory where another one was, with nothing of the weight in it."""
     for value in (None, 3.0):
@@ -74,7 +81,14 @@ def reused(model: Any, weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("load", "shape"),
-    [(straight, (2, 4)), (turned, (4, 6)), (through_another, (2, 4)), (in_parts, (2, 4)), (reused, (2, 4))],
+    [
+        (straight, (2, 4)),
+        (turned, (4, 6)),
+        (through_another, (2, 4)),
+        (in_parts, (2, 4)),
+        (padded, (2, 4)),
+        (reused, (2, 4)),
+    ],
 )
 def test_a_weight_is_copied_to_where_a_load_brought_it(load: Load, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -127,12 +141,35 @@ def kept_elsewhere(model: Any, weight: torch.Tensor) -> None:
     torch.empty(1, 4).copy_(weight[1:])
 
 
+def left_out(model: Any, weight: torch.Tensor) -> None:
+    """As a worker does with a bias that another one adds."""
+    weight.zero_()
+    model.weight.data[:2].copy_(weight)
+
+
+def cleared(model: Any, weight: torch.Tensor) -> None:
+    model.weight.data[:2].copy_(weight)
+    model.weight.data[1:3].zero_()
+
+
 def nothing(model: Any, weight: torch.Tensor) -> None:
     model.weight.data.fill_(1)
 
 
 @pytest.mark.parametrize(
-    "load", [doubled, doubled_in_place, by_the_host, spread, replaced, a_part_of_another, kept_elsewhere, nothing]
+    "load",
+    [
+        doubled,
+        doubled_in_place,
+        by_the_host,
+        spread,
+        replaced,
+        a_part_of_another,
+        kept_elsewhere,
+        left_out,
+        cleared,
+        nothing,
+    ],
 )
 def test_of_what_is_no_plain_copy_nothing_is_learned(load: Load) -> None:
     assert loaded(load, Model(), torch.randn(2, 4)) is None
