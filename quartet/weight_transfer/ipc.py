@@ -37,7 +37,7 @@ class SharedSender:
         cls, manifest: Manifest, *, sender: int = 0, senders: int = 1, device: torch.device | None = None
     ) -> "SharedSender":
         """Shares host memory. `device` is the weights' device, as for Buckets."""
-        segment = Segment.create(Buckets.size(manifest, sender, senders))
+        segment = _made(Buckets.size(manifest, sender, senders))
         return cls(segment, Buckets(manifest, sender, senders, memory=segment.data, device=device))
 
     @classmethod
@@ -46,7 +46,7 @@ class SharedSender:
     ) -> "SharedSender":
         """Shares memory of the GPU `device`, on which the weights are."""
         memory = DeviceMemory.allocate(Buckets.size(manifest, sender, senders), device, cuda)
-        segment = Segment.create(HANDLE_BYTES)
+        segment = _made(HANDLE_BYTES)
         # No reader knows the segment's number yet.
         segment.data.copy_(torch.frombuffer(bytearray(memory.handle()), dtype=torch.uint8))
         made = cls(segment, Buckets(manifest, sender, senders, memory=memory.data), device_digest)
@@ -110,9 +110,7 @@ class SharedBuckets:
             library: CUDA's runtime for pinning; None for torch's.
         """
         senders = len(numbers)
-        segments = [
-            Segment.attach(number, Buckets.size(manifest, sender, senders)) for sender, number in enumerate(numbers)
-        ]
+        segments = [_opened(number, Buckets.size(manifest, sender, senders)) for sender, number in enumerate(numbers)]
         if device is not None and device.type == "cuda":
             for segment in segments:
                 pin(segment.data, segment, library, flags=READ_ONLY)
@@ -125,7 +123,7 @@ class SharedBuckets:
     ) -> "SharedBuckets":
         """Opens the senders' memory of the GPU `device`; RuntimeError if one is missing."""
         senders = len(numbers)
-        made = cls([Segment.attach(number, HANDLE_BYTES) for number in numbers], [], device_digest)
+        made = cls([_opened(number, HANDLE_BYTES) for number in numbers], [], device_digest)
         try:
             for sender, segment in enumerate(made._segments):
                 handle, size = bytes(segment.data.tolist()), Buckets.size(manifest, sender, senders)
@@ -158,3 +156,22 @@ class SharedBuckets:
         self._parts = []
         for memory in self._opened:
             memory.close()
+
+
+def _made(size: int) -> Segment:
+    """A sender's segment. RuntimeError, which says what else to configure, if shared memory has too little room."""
+    try:
+        return Segment.create(size)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}, or set orchestrator.weights.backend to gloo") from None
+
+
+def _opened(number: int, size: int) -> Segment:
+    """A sender's segment in a replica. RuntimeError, which says what to configure, if no process here has it."""
+    try:
+        return Segment.attach(number, size)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the learner's weights: {error}; weights.backend ipc needs the learner and the replicas on one machine: "
+            "set it to auto"
+        ) from None

@@ -43,20 +43,20 @@ class Segment:
         """A new segment of `size` bytes, for this process to write.
 
         Raises:
-            RuntimeError: shared memory has too little room.
+            RuntimeError: shared memory has too little room, or this machine has none.
         """
-        number = secrets.randbelow(2**31 - 1) + 1
-        file = os.open(_path(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        # Unlinked at once: a file without a name disappears with the processes that use it, however they end.
-        _path(number).unlink()
+        number, file = secrets.randbelow(2**31 - 1) + 1, None
         try:
+            file = os.open(_path(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            # Unlinked at once: a file without a name disappears with the processes that use it, however they end.
+            _path(number).unlink()
             # Reserves the memory now: a lack of room is an error here, but a signal at the first write.
             os.posix_fallocate(file, 0, _HEADER + size)
         except OSError as error:
-            os.close(file)
+            if file is not None:
+                os.close(file)
             raise RuntimeError(
-                f"{FOLDER} has no room for {size >> 20} MiB of weights ({error.strerror}); enlarge it, "
-                "or set orchestrator.weights.backend to gloo"
+                f"{FOLDER} has no room for {size >> 20} MiB of weights ({error.strerror}); enlarge it"
             ) from None
         return cls(number, mmap.mmap(file, _HEADER + size), file)
 
@@ -70,14 +70,11 @@ class Segment:
         try:
             file = open_unnamed(str(_path(number)), os.O_RDONLY)
         except OSError as error:
-            raise RuntimeError(
-                f"no shared memory of the learner here ({error.strerror}): weights.backend ipc needs the "
-                "learner and the replicas on one machine; set it to auto"
-            ) from None
+            raise RuntimeError(f"no such shared memory here ({error.strerror})") from None
         try:
             shared = os.fstat(file).st_size - _HEADER
             if shared != size:
-                raise RuntimeError(f"the learner shares {shared} bytes where {size} are to be pushed")
+                raise RuntimeError(f"{shared} bytes are shared where {size} are to be pushed")
             # The writer's own memory, and not a private view of it, which CUDA would have to copy to pin it.
             return cls(number, mmap.mmap(file, _HEADER + size, access=mmap.ACCESS_READ), None)
         finally:

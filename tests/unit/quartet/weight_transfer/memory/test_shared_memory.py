@@ -94,17 +94,25 @@ def test_a_reader_pins_for_its_gpu_all_that_it_reads_until_it_detaches(tmp_path:
 
 
 def test_memory_that_is_elsewhere_or_of_another_size_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="ipc needs the learner and the replicas on one machine"):
+    with pytest.raises(RuntimeError, match=r"^no such shared memory here"):
         Segment.attach(1, 100)
     segment = Segment.create(100)
-    with pytest.raises(RuntimeError, match="shares 100 bytes where 101"):
+    with pytest.raises(RuntimeError, match="100 bytes are shared where 101"):
         Segment.attach(segment.number, 101)
+    with pytest.raises(RuntimeError, match="ipc needs the learner and the replicas on one machine"):
+        SharedBuckets.host([1], MANIFEST)
     segment.close()
 
 
-def test_more_than_there_is_room_for_is_refused_at_once() -> None:
-    with pytest.raises(RuntimeError, match=r"no room for \d+ MiB of weights .*; enlarge it, or .*weights.backend"):
+def test_more_than_there_is_room_for_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The backend matters only if this is how the learner's weights travel."""
+    with pytest.raises(RuntimeError, match=r"no room for \d+ MiB of weights .*; enlarge it$"):
         Segment.create(1 << 50)
+    monkeypatch.setattr(segments, "FOLDER", tmp_path / "none")
+    with pytest.raises(RuntimeError, match=r"none has no room for 0 MiB of weights .*; enlarge it$"):
+        Segment.create(100)
+    with pytest.raises(RuntimeError, match=r"; enlarge it, or set orchestrator.weights.backend to gloo$"):
+        SharedSender.host(MANIFEST)
 
 
 def hold(size: int, numbers: Connection, die: Connection) -> None:

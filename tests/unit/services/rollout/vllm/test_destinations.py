@@ -142,7 +142,7 @@ def kept_elsewhere(model: Any, weight: torch.Tensor) -> None:
 
 
 def left_out(model: Any, weight: torch.Tensor) -> None:
-    """As a worker does with a bias that another one adds."""
+    """Zeros in place of a bias that another worker adds."""
     weight.zero_()
     model.weight.data[:2].copy_(weight)
 
