@@ -118,7 +118,7 @@ class Watch(Operators):
         place: it would be the same in a weight of zeros, but not in the next."""
         if name == "copy_":
             self._follow(*given)
-        elif name in CONSTANTS:
+        elif name in CONSTANTS and not any(map(self._knows, given[1:])):
             if self._has_numbers_in(given[0]):
                 self.problem = self.problem or f"{name} of {list(given[0].shape)}"
         else:

@@ -120,6 +120,11 @@ def by_the_host(model: Any, weight: torch.Tensor) -> None:
     model.scale.fill_(weight[0, 0].item())
 
 
+def filled(model: Any, weight: torch.Tensor) -> None:
+    model.weight.data[:2].copy_(weight)
+    model.scale.fill_(weight[0, 0])
+
+
 def spread(model: Any, weight: torch.Tensor) -> None:
     model.weight.data.copy_(weight[:1])
 
@@ -162,6 +167,7 @@ def nothing(model: Any, weight: torch.Tensor) -> None:
         doubled,
         doubled_in_place,
         by_the_host,
+        filled,
         spread,
         replaced,
         a_part_of_another,
