@@ -68,7 +68,12 @@ class StagedPieces:
     def take(self, number: int, arrived: Tensor) -> None:
         """Keeps the pieces of a bucket (uint8, [bytes of the bucket]), wherever that has arrived."""
         weights = cut(self.manifest, [(self._ranges[number], arrived)], self.pieces)
-        flat = [piece.contiguous().view(-1).view(torch.uint8) for _, found in weights for piece in found]
+        # Not as a view of -1: that of one number has the stride of its matrix, and then no bytes.
+        flat = [
+            piece.contiguous().as_strided((piece.numel(),), (1,)).view(torch.uint8)
+            for _, found in weights
+            for piece in found
+        ]
         if flat:
             # Put together where they are, so that scattered numbers are copied from there at once.
             self._parts[number].copy_(torch.cat(flat), non_blocking=True)

@@ -23,11 +23,11 @@ TAKEN: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "rows": [lambda w: w[2:4], lambda w: w[:1]],
     "scale": [lambda w: w],
     "odd": [lambda w: w[1:4]],
-    "columns": [lambda w: w[:, 3:], lambda w: w[:2, :3].t()],
+    "columns": [lambda w: w[:, 3:], lambda w: w[:2, :3].t(), lambda w: w.t()[2:3, 1:2], lambda w: w[4:, 0]],
     "half": [lambda w: w[3:]],
 }
 PIECES: Pieces = {name: [Piece.of(take(WEIGHTS[name])) for take in takes] for name, takes in TAKEN.items()}
-BYTES = (8 + 4) * 4 + 4 + 3 + (12 + 6) * 4 + 3 * 2
+BYTES = (8 + 4) * 4 + 4 + 3 + (12 + 6 + 1) * 4 + 3 * 2
 
 
 def filled(manifest: Manifest, by: float = 0) -> Buckets:
