@@ -12,6 +12,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,6 +247,8 @@ def test_programs_write_what_is_expected(code: FunctionScorer) -> None:
         (fenced(adds), tests): 1,
         (fenced(f"{adds}\nimport sys\nsys.exit()"), tests): 1,
         (fenced("print(3)"), tests): 0.5,
+        (fenced(f"{adds}\nraise ValueError"), tests): 0,
+        (fenced("print('3 \\n\\n')"), tests): 0.5,
         (fenced("print('x' * 10 ** 9)"), tests): 0,
         (fenced(adds), json.dumps({"inputs": ["1 2"], "outputs": []})): NOT_APPLICABLE,
     }
@@ -258,6 +261,21 @@ def test_all_or_nothing_and_the_first_tests_only(code: FunctionScorer) -> None:
     assert make(options | {"all_or_nothing": True})(pairs) == [0]
     assert make(options | {"most_tests": 2})(pairs) == [0.5]
     assert make(options | {"all_or_nothing": True, "most_tests": 1})(pairs) == [1]
+
+
+def test_the_tests_of_a_pair_share_its_time(code: FunctionScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, spent = [100.0], []
+
+    def run(_: Any, program: str, given: str, seconds: float, *, may_exit: bool, begin_s: float) -> tuple[bool, str]:
+        spent.append((seconds, begin_s))
+        now[0] += seconds
+        return False, ""
+
+    score = make(options_of(code) | {"pair_timeout_s": 10.0, "test_s": 3.0})
+    monkeypatch.setattr(code_kind, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(code_kind.Sandbox, "run", run)
+    assert score([Pair("", "", json.dumps(["pass"] * 5))]) == [0]
+    assert spent == [(3.0, 1.5), (3.0, 1.5), (2.0, 1.5)]
 
 
 @pytest.mark.parametrize("program", ["raise SystemExit(3)", "import time\ntime.sleep(60)"])
