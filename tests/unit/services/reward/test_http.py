@@ -200,6 +200,7 @@ async def test_vllm_gets_its_answers(port: int, folders: tuple[str, str]) -> Non
         got = await scored(port, "/score", body)
         assert [each["score"] for each in got["data"]] == [2.0, 5.0]
         assert (await scored(port, "/score", body | {names[0]: ["w5", "w6"]}))["data"] == got["data"]
+        assert (await scored(port, "/score", body | {"model": "length/score"}))["data"] == got["data"]
     chat = [{"role": "user", "content": [{"type": "text", "text": "w5"}]}, {"role": "assistant", "content": "w7 w8"}]
     got = await scored(port, "/pooling", {"model": "two", "messages": chat})
     assert got["data"][0]["data"] == [5.0, 2.0]
@@ -219,6 +220,7 @@ async def test_text_embeddings_inference_gets_its_answers(port: int) -> None:
     assert await scored(port, path, {"inputs": ["w5", "w7 w8"]}) == [{"score": 5.0, "label": "score"}]
     batch = {"inputs": [["w7"], ["w5", "w7 w8"]], "raw_scores": True, "truncate": False}
     assert [row[0]["score"] for row in await scored(port, path, batch)] == [2.0, 5.0]
+    assert {(each.prompt, each.response) for each in reward_door.SEEN[-2:]} == {("", "w7"), ("w5", "w7 w8")}
     both = await scored(port, "/scorers/two/predict", {"inputs": "w7 w8"})
     assert both == [{"score": 5.0, "label": "long"}, {"score": 2.0, "label": "words"}]
     body = {"query": "w5", "texts": ["w7", "w8 w9"], "return_text": True}
@@ -243,7 +245,7 @@ def gym(text: str, **more: Any) -> dict[str, Any]:
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
     return {
         "responses_create_params": {"input": [{"role": "user", "content": "w5"}]},
-        "response": {"id": "r", "output": [{"type": "reasoning", "summary": []}, said]},
+        "response": {"id": "r", "output": [{"type": "reasoning", "summary": []}, said | {"content": None}, said]},
         "expected_answer": "w8",
         **more,
     }
@@ -328,6 +330,11 @@ def ids(prompt: int, *response: int) -> dict[str, Any]:
         ("/classify", {"input": "w5", "use_activation": True}, "use_activation", "should be False"),
         ("/pooling", {"input": "w5", "encoding_format": "base64"}, "encoding_format", "should be 'float'"),
         ("/predict", {"inputs": [["a", "b", "c"]]}, "inputs", "should be a text, [prompt, response], or a list"),
+        ("/classify", {"input": ["w5"] * 4097}, "input", "4097 rows; at most 4096"),
+        ("/pooling", {"messages": [{"role": "assistant", "content": "w7"}], "model": "length"}, "messages[0]",
+         "two messages or more"),
+        ("/rerank", {"query": "w5", "documents": ["w7 " * 200], "model": "taste"}, "documents[0]", "exceed the"),
+        ("/scorers/taste/rerank", {"query": "w5", "texts": ["w7 " * 200]}, "texts[0]", "exceed the"),
         ("/predict", {"inputs": []}, "inputs", "should be a text, [prompt, response], or a list"),
         ("/predict", {"inputs": [["w5"]] * 4097}, "inputs", "4097 rows; at most 4096"),
         ("/predict", {"inputs": "w5", "parameters": {"top_k": 0}}, "parameters.top_k", "a whole number from 1 on"),

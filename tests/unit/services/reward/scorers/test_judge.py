@@ -20,6 +20,8 @@ SAYS = {
     "nothing": "It is nice.",
     "many": "Score: 1 of 2. Score: -3.5",
     "high": "Score: 11",
+    "least": "Score: -5",
+    "less": "Score: -5.5",
     "first": "Score: 10",
     "second": "Score: 2",
 }
@@ -68,6 +70,11 @@ class Endpoint:
                 return Reply({}, 302, {"location": "http://127.0.0.1:1/secret"})
             case "garbage":
                 return Reply({"choices": []})
+            case "cut":
+                message = {"role": "assistant", "content": "Score: 7"}
+                return Reply({"choices": [{"message": message, "finish_reason": "content_filter"}]})
+            case "null":
+                return Reply({"choices": [{"message": {"content": None}, "finish_reason": "length"}]})
             case "refuse":
                 return Reply({"choices": [{"message": {"content": None, "refusal": "no"}, "finish_reason": "stop"}]})
         return chat(SAYS.get(word, "Fine. Score: 7"))
@@ -104,8 +111,11 @@ def test_verdicts_and_what_takes_their_place(endpoint: Endpoint) -> None:
         "many": -3.5,
         "busy": 7.0,
         "high": "FAILED",
+        "least": -5.0,
+        "less": "FAILED",
         "nothing": "FAILED",
         "refuse": "REFUSED",
+        "cut": "REFUSED",
         "filter": "REFUSED",
         "key": "FAILED",
         "away": "FAILED",
@@ -125,11 +135,13 @@ def test_verdicts_and_what_takes_their_place(endpoint: Endpoint) -> None:
     assert call.reason(rows.index("down")) == "the endpoint answered with status 503"
     assert call.reason(rows.index("away")) == "the endpoint answered with status 302"
     assert call.reason(rows.index("large")) == "the answer has more than 1 MiB"
+    assert call.reason(rows.index("hang")) == "no answer within 5.7 s"
 
 
 def test_an_answer_without_a_score_may_be_worth_a_number(endpoint: Endpoint) -> None:
     made = judge(endpoint, unparseable=-1.0)
-    assert ask(made, Pair("", "do nothing"), Pair("", "do high"), Pair("", "do refuse")).told == [-1, -1, "REFUSED"]
+    told = {"nothing": -1.0, "high": -1.0, "refuse": "REFUSED", "null": "FAILED"}
+    assert ask(made, *(Pair("", f"do {word}") for word in told)).told == [*told.values()]
 
 
 def test_the_first_group_is_the_score(endpoint: Endpoint) -> None:
@@ -184,6 +196,9 @@ def test_a_comparison_is_made_in_both_orders(endpoint: Endpoint) -> None:
     made = judge(endpoint, against="label", lowest=0.0)
     pairs = [Pair("", "better", "worse"), Pair("", "worse", "better"), Pair("", "better")]
     assert ask(made, *pairs).told == [9.0, 1.0, "NOT_APPLICABLE"]
+    column = judge(endpoint, against="other", lowest=0.0)
+    pairs = [Pair("", "better", columns={"other": "worse"}), Pair("", "better", "worse")]
+    assert ask(column, *pairs).told == [9.0, "NOT_APPLICABLE"]
 
 
 def test_what_an_answer_without_a_score_is_worth_is_the_same_in_both_orders(endpoint: Endpoint) -> None:

@@ -55,6 +55,8 @@ def told(scorer: FunctionScorer, pairs: Sequence[tuple[str, str] | Pair]) -> lis
             {"extract": r"answer is (\S+)", "normalise": ["case"]},
             {("answer is A or answer is B", "b"): 1, ("A", "A"): 0},
         ),
+        ({"extract": r"\d+"}, {("6, or else 77", "77"): 1, ("none", "none"): 0}),
+        ({"extract": r"(\d)/(\d)"}, {("6/7", "6"): 1, ("6/7", "7"): 0}),
         (
             {"normalise": ["unicode", "case", "punctuation", "articles", "spaces", "strip"]},
             {("The  Eiffel\nTower!", "eiffel tower"): 1, ("ﬁne", "fine"): 1, ("an eiffel", "the eifel"): 0},
@@ -170,6 +172,10 @@ def test_mathematics() -> None:
         (r"$x + 1$", "1 + x"): 1,
     }
     assert told(made(kind="math"), [*cases]) == [*cases.values()]
+    near = [("0.3333", "0.3334"), ("$x + 1$", "$y + 1$")]
+    assert told(made(kind="math"), near) == [0, 0]
+    assert told(made(kind="math", digits=2), near) == [1, 0]
+    assert told(made(kind="math", strict=False), near) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +240,8 @@ def test_programs_pass_their_asserts(code: FunctionScorer) -> None:
         (fenced(f"{right}\nimport sys\nsys.exit(0)"), ASSERTS): 0,
         (fenced(f"{right}\nimport os\nos._exit(0)"), ASSERTS): 0,
         (fenced(right), ""): NOT_APPLICABLE,
-        (fenced(right), "[7]"): NOT_APPLICABLE,
+        (fenced(right), json.dumps(ASSERTS)): 1,
+        **{(fenced(right), tests): NOT_APPLICABLE for tests in ("[7]", "[]", " ")},
         (fenced(right), "[" * 100_000): 0,
     }
     assert told(code, [*cases]) == [*cases.values()]
@@ -247,10 +254,15 @@ def test_programs_write_what_is_expected(code: FunctionScorer) -> None:
         (fenced(adds), tests): 1,
         (fenced(f"{adds}\nimport sys\nsys.exit()"), tests): 1,
         (fenced("print(3)"), tests): 0.5,
-        (fenced(f"{adds}\nraise ValueError"), tests): 0,
-        (fenced("print('3 \\n\\n')"), tests): 0.5,
+        (fenced(f"import sys\n{adds}\nsys.stdout.flush()\nraise ValueError"), tests): 0,
         (fenced("print('x' * 10 ** 9)"), tests): 0,
+        (
+            fenced(r"print(input(), input(), sep=' \n')"),
+            json.dumps({"inputs": [["1", "x"]], "outputs": [["1", "x"]]}),
+        ): 1,
+        (fenced(adds), json.dumps({"inputs": ["1 2"], "outputs": [3]})): 1,
         (fenced(adds), json.dumps({"inputs": ["1 2"], "outputs": []})): NOT_APPLICABLE,
+        (fenced(adds), json.dumps({"inputs": [], "outputs": []})): NOT_APPLICABLE,
     }
     assert told(code, [*cases]) == [*cases.values()]
 
