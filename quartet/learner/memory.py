@@ -4,8 +4,8 @@ They follow what torch and DeepSpeed allocate (tests/unit/quartet/learner/test_m
 """
 
 from quartet.config.learner import GROUP_ELEMENTS, REDUCE_ELEMENTS, LearnerConfig
-from quartet.learner.optimizer import grouped
 from quartet.models.numerics import CHUNK_ELEMENTS
+from quartet.models.runs import runs
 from quartet.models.size import BYTES, ModelSize
 from quartet.models.tiles import TILE_ELEMENTS
 
@@ -37,11 +37,11 @@ def trained_parameters(config: LearnerConfig, shape: ModelSize) -> int:
 
 
 def step_groups(config: LearnerConfig, shape: ModelSize) -> list[int]:
-    """Parameters of each group of ZeRO 1 or 2 on one rank (learner/optimizer.py)."""
+    """Parameters of each group of ZeRO 1 or 2 on one rank (learner/module.py)."""
     size, copies = config.tensor_parallel.size, config.copies
     adapters = [shape.adapters(config.lora.rank) // shape.layers] * shape.layers if config.lora else []
     weights = adapters or [count // size for count in shape.weights]
-    return [sum(group) // copies for group in grouped(weights, int, GROUP_ELEMENTS * copies)]
+    return [sum(group) // copies for group in runs(weights, int, GROUP_ELEMENTS * copies)]
 
 
 def state_bytes(config: LearnerConfig, shape: ModelSize) -> int:

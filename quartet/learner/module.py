@@ -16,7 +16,7 @@ from quartet.learner.ema import Average
 from quartet.learner.finite import agreed, check_weights
 from quartet.learner.frozen import freeze_attention
 from quartet.learner.lora import Weight, adapters_of, separable, weights_of
-from quartet.learner.optimizer import OptimizerState, grouped, rate_factor
+from quartet.learner.optimizer import OptimizerState, rate_factor
 from quartet.learner.shards import Pass, shards
 from quartet.learner.tensor_parallel import (
     check_divided,
@@ -27,6 +27,7 @@ from quartet.learner.tensor_parallel import (
 )
 from quartet.models.compiled import compile_layers
 from quartet.models.device import default_device, on_device
+from quartet.models.runs import runs
 from quartet.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
 from quartet.ranks.ranks import Ranks, start_distributed
 from quartet.seams.deepspeed import (
@@ -266,7 +267,7 @@ class TrainedModule:
         def size(weight: Weight) -> int:
             return int(weight.parameter.ds_numel * weight.parameter.element_size())
 
-        for group in grouped(self._weights(adapters), size, GATHER_BYTES):
+        for group in runs(self._weights(adapters), size, GATHER_BYTES):
             with deepspeed.zero.GatheredParameters([part for weight in group for part in weight.parts]):
                 for weight in group:
                     yield weight.name, weight.merged()
@@ -291,10 +292,15 @@ class TrainedModule:
 
 
 def _groups(trained: list[nn.Parameter], config: LearnerConfig) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Parameters in the groups in which the optimizer steps: of ZeRO 1 and 2 on the device, which divides each."""
+    """Parameters in the groups in which the optimizer steps: of ZeRO 1 and 2 on the device, which divides each.
+
+    They step one group after another, and copy a group's gradient into a flat tensor and to float32: 6 bytes a
+    parameter in half precision, of which groups need those of one group only. AdamW treats each element alike, so
+    that any groups train the same.
+    """
     if config.zero_stage not in (1, 2) or config.adam_offload:
         return trained
-    return [{"params": group} for group in grouped(trained, nn.Parameter.numel, GROUP_ELEMENTS * config.copies)]
+    return [{"params": group} for group in runs(trained, nn.Parameter.numel, GROUP_ELEMENTS * config.copies)]
 
 
 def _numbers(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -1,32 +1,12 @@
-"""The optimizer's learning rate over its steps, the groups of parameters in which it takes one, and the place of its
-state: the device, or the device during updates only."""
+"""The optimizer's learning rate over its steps, and the place of its state: the device, or the device during updates
+only."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from quartet.config.learner import OptimizerConfig
-
-One = TypeVar("One")
-
-
-def grouped(parameters: Iterable[One], size: Callable[[One], int], most: int) -> list[list[One]]:
-    """Groups of parameters that follow each other, of at most `most` in their sizes; a larger parameter is alone.
-
-    ZeRO 1 and 2 step one group after another, and copy a group's gradient into a flat tensor and to float32: 6 bytes
-    a parameter in half precision, of which groups need those of one group only. AdamW treats each element alike, so
-    that any groups train the same.
-    """
-    groups: list[list[One]] = []
-    filled = most
-    for parameter in parameters:
-        if not groups or filled + size(parameter) > most:
-            groups.append([])
-            filled = 0
-        groups[-1].append(parameter)
-        filled += size(parameter)
-    return groups
 
 
 def rate_factor(step: int, config: OptimizerConfig) -> float:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from quartet.columns import Columns
 from quartet.models.attention.packed import Pieces
 from quartet.models.attention.padded import whole_mask
 from quartet.models.device import on_device
+from quartet.models.runs import even_runs
 from quartet.models.sharing import held, sharing
 from quartet.wire.codec import Ints
 
@@ -296,42 +298,11 @@ def packed_batches(
     """
     groups = sharing(prompts, responses) if shared else [[pair] for pair in range(len(prompts))]
     groups.sort(key=lambda group: len(prompts[group[0]]) + max(len(responses[pair]) for pair in group))
-    parts: list[list[int]] = []
-    sizes: list[int] = []
+    parts: list[tuple[list[int], int]] = []
     for group in groups:
-        lengths = [len(responses[pair]) for pair in group]
-        for part, size in _parts(len(prompts[group[0]]), group, lengths, max_tokens):
-            parts.append(part)
-            sizes.append(size)
-    for run in even_runs(sizes, max_tokens):
-        yield list(chain.from_iterable(parts[run]))
-
-
-def even_runs(sizes: Sequence[int], most: int) -> list[slice]:
-    """Divides items that lie in a row into as few runs as it takes for at most `most` in each, with the largest run
-    as small as it can be. An item of more than `most` is a run of its own."""
-    runs = _runs(sizes, most)
-    least = min(most, -(-sum(sizes) // max(1, len(runs))))
-    while least < most:
-        middle = (least + most) // 2
-        if len(fewer := _runs(sizes, middle)) == len(runs):
-            runs, most = fewer, middle
-        else:
-            least = middle + 1
-    return runs
-
-
-def _runs(sizes: Sequence[int], most: int) -> list[slice]:
-    """The runs of items that are filled one after the other, each as far as `most` allows."""
-    runs: list[slice] = []
-    total = 0
-    for index, size in enumerate(sizes):
-        if not runs or total + size > most:
-            runs.append(slice(index, index))
-            total = 0
-        runs[-1] = slice(runs[-1].start, index + 1)
-        total += size
-    return runs
+        parts += _parts(len(prompts[group[0]]), group, [len(responses[pair]) for pair in group], max_tokens)
+    for run in even_runs(parts, itemgetter(1), max_tokens):
+        yield [pair for part, _ in run for pair in part]
 
 
 def _parts(prompt: int, group: list[int], lengths: list[int], most: int) -> Iterator[tuple[list[int], int]]:

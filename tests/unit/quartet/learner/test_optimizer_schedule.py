@@ -1,11 +1,11 @@
-"""The learning rate against hand-computed values, and the groups of parameters."""
+"""The learning rate against hand-computed values."""
 
 from typing import Any
 
 import pytest
 
 from quartet.config.learner import OptimizerConfig
-from quartet.learner.optimizer import grouped, rate_factor
+from quartet.learner.optimizer import rate_factor
 
 
 def factors(steps: int, **options: Any) -> list[float]:
@@ -37,8 +37,3 @@ def test_the_cosine_begins_after_the_warm_up() -> None:
 
 def test_a_constant_rate_ignores_where_a_cosine_would_end() -> None:
     assert factors(4, total_steps=2) == [1, 1, 1, 1]
-
-
-def test_a_group_ends_before_the_one_that_is_too_much_for_it() -> None:
-    assert grouped([10, 10, 9, 10, 30, 1], int, 20) == [[10, 10], [9, 10], [30], [1]]
-    assert grouped([], int, 20) == []

@@ -1,6 +1,5 @@
 """Padding and batching by length, and the order of minibatches."""
 
-import itertools
 from collections.abc import Callable
 from itertools import chain
 
@@ -12,7 +11,6 @@ from quartet.learner.minibatches import Means, minibatches, weight_of
 from quartet.models.sequences import (
     PairTensors,
     concatenate_pairs,
-    even_runs,
     length_batches,
     packed_batches,
     pad_pairs,
@@ -156,37 +154,6 @@ def test_packed_batches_by_hand() -> None:
     assert list(packed_batches(prompts, responses, 4)) == [[1], [2], [0]]
     assert list(packed_batches(prompts, responses, 1)) == [[1], [2], [0]]
     assert list(packed_batches([], [], 6)) == []
-
-
-@pytest.mark.parametrize(
-    ("sizes", "most", "lengths"),
-    [
-        ([384] * 64, 8192, [16, 16, 16, 16]),  # not 21, 21, 21 and 1
-        ([1, 2, 3, 4, 5, 6], 11, [4, 2]),  # 10 and 11: no two runs of less
-        ([5, 5, 5], 15, [3]),
-        ([3, 3, 3, 20], 10, [3, 1]),  # more than most
-        ([20], 10, [1]),
-        ([], 10, []),
-    ],
-)
-def test_runs_are_as_few_and_as_even_as_they_can_be(sizes: list[int], most: int, lengths: list[int]) -> None:
-    runs = even_runs(sizes, most)
-    assert [run.stop - run.start for run in runs] == lengths
-    assert [index for run in runs for index in range(run.start, run.stop)] == list(range(len(sizes)))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_other_runs_are_fewer_or_more_even(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    sizes, most = draw.integers(1, 12, 9).tolist(), 14
-    ways = []
-    for cuts in itertools.product([False, True], repeat=len(sizes) - 1):
-        bounds = [0, *(index + 1 for index, cut in enumerate(cuts) if cut), len(sizes)]
-        sums = [sum(sizes[begin:end]) for begin, end in itertools.pairwise(bounds)]
-        if max(sums) <= most:
-            ways.append((len(sums), max(sums)))
-    runs = even_runs(sizes, most)
-    assert (len(runs), max(sum(sizes[run]) for run in runs)) == min(ways)
 
 
 def test_every_epoch_is_a_new_permutation_in_minibatches() -> None:
