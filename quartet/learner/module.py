@@ -81,6 +81,12 @@ class TrainedModule:
             config=describe(config),
             lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: rate_factor(step, config.optimizer)),
         )[0]
+        self.model = self._engine
+        """The callable for a forward pass."""
+        self.module: nn.Module = self._engine.module
+        """The module, with the current weights."""
+        self.device: torch.device = self._engine.device
+        """The device for batches."""
         if size > 1:
             check_divided(module)
             without_comparison_of_batches(self._engine)  # `passes` makes them equal
@@ -115,23 +121,6 @@ class TrainedModule:
         for layer in self.module.modules():
             if getattr(layer, "gradient_checkpointing", False):
                 layer.training = True
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, with the current weights."""
-        module: nn.Module = self._engine.module
-        return module
-
-    @property
-    def model(self) -> Any:
-        """The callable for a forward pass."""
-        return self._engine
-
-    @property
-    def device(self) -> torch.device:
-        """The device for batches."""
-        device: torch.device = self._engine.device
-        return device
 
     def step(self, micro_batches: Sequence[Micro], loss: Loss[Micro]) -> dict[str, float]:
         """Takes one optimizer step over one minibatch, given as micro-batches.
