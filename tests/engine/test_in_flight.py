@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from quartet.config.learner import LoraConfig
@@ -108,11 +109,12 @@ def adapted(folder: Path, version: int) -> Any:
     return model
 
 
-async def sampled_while_pushed(folder: Path) -> tuple[list[Sample | Unavailable], list[Sample]]:
+async def sampled_while_pushed(folder: Path, workers: int) -> tuple[list[Sample | Unavailable], list[Sample]]:
     """Responses to the first prompt: one that begins before all pushes, and one after each of three, while those
     before it go on. Also what was reported of the first."""
     host, begun = PushedHost(), list[asyncio.Task[Sample]]()
     own = {"adapters": LORA.model_dump(), "adapter_versions": VERSIONS, "max_num_seqs": 4}
+    own |= {"tensor_parallel_size": workers}
     await host.start({"model": str(folder), "dtype": "float32", "max_length": 2048, "kv_cache_mib": 128} | own)
     parts: list[Sample] = []
     tokens = [asyncio.Event() for _ in range(5)]
@@ -146,11 +148,12 @@ async def sampled_while_pushed(folder: Path) -> tuple[list[Sample | Unavailable]
         await host.shutdown()
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 async def test_responses_are_finished_with_their_adapters_beside_those_with_newer_ones(
-    tmp_path: Path, engine: EngineProcess
+    tmp_path: Path, engine: EngineProcess, workers: int
 ) -> None:
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5, max_position_embeddings=2048)
-    (oldest, *others), parts = await engine.call(sampled_while_pushed, folder)
+    (oldest, *others), parts = await engine.call(sampled_while_pushed, folder, workers)
     # The place of its adapters was needed: another replica would go on from what it has reported.
     assert isinstance(oldest, Unavailable)
     assert 0 < sum(len(part.response_ids) for part in parts) < 1700
