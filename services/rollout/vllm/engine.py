@@ -64,8 +64,8 @@ def _while_it_lives(
 ) -> Callable[Concatenate["VLLMEngine", Given], Coroutine[Any, Any, Result]]:
     """Makes a method fail as `check_health` does when the engine's process dies meanwhile: vLLM notices the death,
     but leaves what the process was asked for without an answer. One that a signal has stopped, as SIGSTOP does, is
-    ended, a worker too: it would hold up a whole push until the phase's deadline, and outlive a replica that is
-    replaced for its silence.
+    ended, and the engine's core with a worker: it would hold up a whole push until the phase's deadline, and outlive
+    a replica that is replaced for its silence.
 
     After a call that failed in one of several workers all further ones fail, those of health checks too, so that the
     replica is replaced: vLLM leaves the answers of the others unread, and takes them for those to later calls.
@@ -80,11 +80,14 @@ def _while_it_lives(
         try:
             while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
                 await engine.llm.check_health()
-                stopped = stopped_again(stopped, psutil.Process().children(recursive=True))
+                family = psutil.Process().children(recursive=True)
+                stopped = stopped_again(stopped, family)
                 for process in [process for process, looks in stopped.items() if looks >= LOOKS]:
                     log.warning("a signal has stopped the engine's process %d: it is ended", process.pid)
                     with contextlib.suppress(psutil.Error):
-                        process.kill()
+                        # A worker with the engine's core above it, which would wait for its other workers first.
+                        for one in (process, *filter(family.__contains__, process.parents())):
+                            one.kill()
             return asked.result()
         except Exception as error:
             # What a caller asks wrongly reaches no worker.

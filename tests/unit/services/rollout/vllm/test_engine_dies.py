@@ -1,13 +1,14 @@
 """An engine whose process dies while it is asked for something: vLLM would leave the caller waiting."""
 
 import asyncio
-import signal
+import contextlib
 import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -94,17 +95,25 @@ async def test_a_process_that_a_signal_has_stopped_is_ended_whenever_the_engine_
 ) -> None:
     """Left stopped, the process would outlive its replica and keep its GPU's memory."""
     monkeypatch.setattr(engines, "LOOK_S", 0.02)
-    # Below this process, as an engine's core is below a replica, and its workers are below the core.
-    with subprocess.Popen(["sleep", "600"]) as process:
-        monkeypatch.setattr(Deaf, "dead", property(lambda _: process.poll() is not None))
-        process.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
+    # An engine's core below this process, which is its replica, and workers below the core.
+    with subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"]) as core:
+        monkeypatch.setattr(Deaf, "dead", property(lambda _: core.poll() is not None))
+        workers: list[psutil.Process] = []
         try:
             async with asyncio.timeout(30):
+                while len(workers) < 2:
+                    await asyncio.sleep(0.01)
+                    workers = psutil.Process(core.pid).children()
+                workers[0].suspend()
+                began = time.monotonic()
                 with pytest.raises(EngineDeadError):
                     await getattr(engine, method)(*CALLS[method])
+            assert psutil.wait_procs(workers[:1], timeout=10)[1] == []
         finally:
-            process.kill()
+            core.kill()
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()
     assert time.monotonic() - began < ANSWER_S / 2
 
 
