@@ -87,6 +87,11 @@ def test_parts_in_an_environments_answer_are_earned_by_the_response_before_it() 
     asked = pb.ScoreRequest(tokens=columns.pack())
     found = earned(asked, {0: in_parts(0.0, (2, 1.0), (8, 2.0), (11, 3.0), (14, 4.0))})
     assert found == [(0, 1, 1.0), (0, 2, 2.0), (0, 2, 3.0), (0, 3, 4.0)]
+    marks = np.asarray([False, True, True, False, True])
+    columns = Columns(np.asarray([BOS, 8, EOS, 5, 7], np.int32), np.asarray([5], np.int32), marks, {})
+    # w8 w5 w7, without the end of the first response, which earns what the environment's w5 does.
+    found = earned(pb.ScoreRequest(tokens=columns.pack()), {0: in_parts(0.0, (2, 1.0), (5, 2.0), (8, 3.0))})
+    assert found == [(0, 1, 1.0), (0, 2, 2.0), (0, 3, 3.0)]
 
 
 def test_a_response_without_an_end_was_cut_off() -> None:

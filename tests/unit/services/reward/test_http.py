@@ -292,6 +292,7 @@ async def test_scores_that_cannot_be_given_are_refused_before_anything_is_scored
 
 
 PAIRS = [pair("w7")]
+SAID = {"role": "user", "content": "w5"}
 
 
 def ids(prompt: int, *response: int) -> dict[str, Any]:
@@ -314,6 +315,10 @@ def ids(prompt: int, *response: int) -> dict[str, Any]:
         ("/v1/rewards", {"scorer": "taste", "pairs": [pair("w7", columns=1)]}, "pairs[0].columns", "valid dict"),
         ("/v1/rewards", {"pairs": PAIRS, "pair_timeout_s": 0.01}, "pair_timeout_s", "greater than or equal to 0.05"),
         ("/v1/rewards", {"pairs": [*PAIRS, ids(5, 6)]}, "pairs", "some have texts and some ids"),
+        ("/v1/rewards", {"scorer": "length", "pairs": [*PAIRS, {"prompt": [SAID], "response": "w7"}]}, "pairs",
+         "some prompts are texts and some messages"),
+        ("/v1/rewards", {"scorer": "length", "pairs": [ids(5, 6), ids(5, 6) | {"ended": True}]}, "pairs",
+         "some say whether they ended and some do not"),
         ("/v1/rewards", {"pairs": [*PAIRS, pair("w8", group=1)]}, "pairs", "some have a group and some none"),
         ("/score", {"text_1": "w5", "documents": "w6"}, None, "should have text_1 and text_2, or queries and"),
         ("/score", {"text_1": ["w5", "w6"], "text_2": ["w6"]}, "text_1", "2 prompts for 1 responses"),
@@ -350,6 +355,10 @@ def ids(prompt: int, *response: int) -> dict[str, Any]:
         ("/aggregate_metrics", {"verify_responses": [{"a": 10**400}]}, "verify_responses", "'a' are too large"),
         ("/aggregate_metrics", {"verify_responses": [{"a": 1e308}] * 9}, "verify_responses", "'a' are too large"),
         ("/verify", {"responses_create_params": {}, "response": {}}, "response.output", "no message with text"),
+        ("/verify", gym("w7", responses_create_params={"input": [SAID, "w5"]}), "responses_create_params.input",
+         "a text, or a list of messages"),
+        ("/verify", gym("w7", responses_create_params={"input": [SAID, {"content": "w5"}]}),
+         "responses_create_params.input[1].role", "should be a text"),
         ("/verify", gym("w7"), "address", "required, as there are several"),
     ],
 )  # fmt: skip
