@@ -46,11 +46,10 @@ def by_inspect(url: str, key: str, model: str, folder: str, **_: Any) -> Any:
     return {"status": log.status, "text": log.samples[0].output.completion}
 
 
-def by_anthropic(url: str, key: str, model: str, **_: Any) -> Any:
+def by_anthropic(url: str, key: str, model: str, said: Any, **_: Any) -> Any:
     from anthropic import Anthropic, BadRequestError
 
     client = Anthropic(base_url=url.removesuffix("/v1"), auth_token=key)
-    said: Any = SAID
     # The library has no `top_k` any more.
     asks: dict[str, Any] = {"model": model, "messages": said, "max_tokens": 8, "extra_body": {"top_k": 1}}
     whole = client.messages.create(**asks)
