@@ -352,27 +352,28 @@ class OpenAICall:
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream as they are sent."""
         told, last, message = Told(), {} if first is None else first, False
-        late: list[bytes] = []
+        late: list[dict[str, Any]] = []
         async with aclosing(_all(first, rest)) as events:
             async for last in events:
                 for choice in last.get("choices", ()):
                     message = message or "delta" in choice
                     told.add(choice.get("delta") or {})
-                text = _event(json.loads(bytes(refused(last["error"]).body)) if "error" in last else last)
+                said = json.loads(bytes(refused(last["error"]).body)) if "error" in last else last
                 # A client goes on after it has read the end of a response, which therefore waits for the session.
                 if self.turn is not None and (late or _ends(last)):
-                    late.append(text)
+                    late.append(said)
                 else:
-                    yield text
+                    yield _event(said)
         if self.turn is not None and "error" not in last:
             try:
-                await self._held(_number_of(last), told.message if message else None)
+                held = await self._held(_number_of(last), told.message if message else None)
+                late = [event | {"session": held} for event in late]
             except ServiceError as error:
-                late = [_event(http_error(error).contents)]
+                late = [http_error(error).contents]
         elif late:
             late = late[-1:]
-        for text in late:
-            yield text
+        for said in late:
+            yield _event(said)
         yield f"data: {DONE}\n\n".encode()
 
     async def close(self) -> None:
