@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from quartet.wire.errors import InvalidArgument
+from quartet.wire.json_bounds import check_bounds
+from quartet.wire.json_object import strict_json
 from services.rollout.sessions import NOTHING, Begun
 
 MOST_PARTS = 4096
@@ -41,17 +44,25 @@ def essence(message: Mapping[str, Any]) -> list[Any]:
     return [message.get("role"), text, calls, message.get("name"), message.get("tool_call_id")]
 
 
+def object_of(arguments: str) -> dict[str, Any]:
+    """A call's arguments; an empty object where a model wrote what no client could read and send back: no JSON, no
+    object, numbers or characters that JSON does not have, or more levels than a request may have. vLLM too reads
+    an empty object where it can read none."""
+    try:
+        check_bounds(arguments.encode())
+        read = strict_json(arguments)
+        json.dumps(read, ensure_ascii=False).encode()
+    except (ValueError, InvalidArgument):  # half of a surrogate pair is a UnicodeEncodeError
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
 def _plain(arguments: str) -> str:
-    """Arguments of a call, however a client has written them out again."""
+    """Arguments of a call, however a client has written them out again: JavaScript's have 1 for 1.0."""
     # The bounds of a request's elements and depth do not count those within its texts.
     if sum(map(arguments.count, "[{,")) > MOST_PARTS:
         return arguments
-    try:
-        read = json.loads(arguments)
-    except (ValueError, RecursionError):
-        read = None
-    # vLLM reads an empty object where a model wrote something else, and a client may give that back.
-    return json.dumps(read if isinstance(read, dict) else {}, sort_keys=True)
+    return json.dumps(json.loads(json.dumps(object_of(arguments)), parse_int=float), sort_keys=True)
 
 
 def carried(messages: Sequence[Mapping[str, Any]]) -> Begun:

@@ -293,13 +293,17 @@ def _check_number(name: str, value: Any, least: float, most: float, *, whole: bo
 
 
 def _check_stops(given: Mapping[str, Any]) -> None:
-    stop = given.get("stop", [])
+    check_stop_texts("stop", given.get("stop", []))
+    _check_tokens("stop_token_ids", given.get("stop_token_ids", []), MOST_STOPS)
+
+
+def check_stop_texts(name: str, stop: Any) -> None:
+    """Raises InvalidArgument if texts that end a response, in the field of this name, are not within the bounds."""
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and len(text) > 0 for text in texts):
-        raise InvalidArgument("stop: should be a text that is not empty, or a list of such")
+        raise InvalidArgument(f"{name}: should be a text that is not empty, or a list of such")
     if len(texts) > MOST_STOP_TEXTS or any(len(text) > LONGEST_STOP for text in texts):
-        raise InvalidArgument(f"stop: may be {MOST_STOP_TEXTS} texts of {LONGEST_STOP} characters at most")
-    _check_tokens("stop_token_ids", given.get("stop_token_ids", []), MOST_STOPS)
+        raise InvalidArgument(f"{name}: may be {MOST_STOP_TEXTS} texts of {LONGEST_STOP} characters at most")
 
 
 def _check_tokens(name: str, tokens: Any, most: int) -> None:

@@ -18,7 +18,8 @@ from quartet.serving.in_turn import InTurn
 from quartet.serving.share import Share
 from quartet.wire.errors import InvalidArgument, ServiceError
 from quartet.wire.json_object import json_object
-from services.rollout.openai_fields import COUNT, FIELDS, WITHOUT_EFFECT, check_names
+from services.rollout.histories import object_of
+from services.rollout.openai_fields import COUNT, FIELDS, WITHOUT_EFFECT, check_names, check_stop_texts
 from services.rollout.session_holder import OpenSession
 
 _CHAT, _TOKENIZE = "/v1/chat/completions", "/tokenize"
@@ -61,13 +62,14 @@ class Messages:
         [choice] = said["choices"]
         told["version_spans"] = choice.pop("version_spans")
         for call in choice["message"].get("tool_calls") or ():
-            call["function"]["arguments"] = json.dumps(_object(call["function"]["arguments"]))
+            call["function"]["arguments"] = json.dumps(object_of(call["function"]["arguments"]))
         made: Any = self._serving.messages_full_converter(ChatCompletionResponse.model_validate(said))
         message: dict[str, Any] = made.model_dump(mode="json", exclude_none=True)
         return message | {"stop_sequence": made.stop_sequence} | told
 
     async def _events(self, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """The events of a stream. An error is the last of them."""
+        """The events of a stream. An error is the last of them. The input of a call comes at once, when it is known
+        whether it is an object."""
         failed: dict[str, Any] = {}
         told: dict[str, Any] = {}
 
@@ -85,20 +87,39 @@ class Messages:
                 yield text
 
         async with aclosing(good()) as come, aclosing(self._serving.message_stream_converter(come)) as events:
+            written: list[str] | None = None
             async for event in events:
-                yield _with(event, told).encode() if event.startswith("event: message_delta\n") else event.encode()
+                name, _, data = event.removeprefix("event: ").rstrip("\n").partition("\ndata: ")
+                if name == "content_block_start":
+                    written = [] if json.loads(data)["content_block"]["type"] == "tool_use" else None
+                elif name == "content_block_delta" and written is not None:
+                    written.append(json.loads(data)["delta"]["partial_json"])
+                    continue
+                elif name == "content_block_stop" and written is not None:
+                    delta = {"type": "input_json_delta", "partial_json": json.dumps(object_of("".join(written)))}
+                    yield _event("content_block_delta", {"index": json.loads(data)["index"], "delta": delta})
+                yield _event(name, json.loads(data) | told) if name == "message_delta" else event.encode()
         if failed:
             status = int(failed.get("code") or 500)
-            yield f"event: error\ndata: {json.dumps(_error(status, failed['message']))}\n\n".encode()
+            yield _event("error", _error(status, failed["message"]))
 
 
 def _as_chat(body: bytes, path: str) -> bytes:
     """The request as one of OpenAI's protocol. InvalidArgument names the field that is wrong."""
     given = {name: value for name, value in json_object(body).items() if value is not None}
     check_names(given, FIELDS[path], path)
+    stop = given.pop("stop_sequences", [])
+    if not isinstance(stop, list):
+        raise InvalidArgument("stop_sequences: should be a list of texts")
+    check_stop_texts("stop_sequences", stop)
+    if given.get("tools") == []:  # which clients send that have none, and vLLM refuses
+        del given["tools"]
+    named = given.get("model", "") != ""
     kind: Any = AnthropicCountTokensRequest if path == COUNT else AnthropicMessagesRequest
     try:
-        request = kind.model_validate({name: given[name] for name in given.keys() - WITHOUT_EFFECT})
+        fields = {name: given[name] for name in given.keys() - WITHOUT_EFFECT}
+        request = kind.model_validate(fields if named else {**fields, "model": "any"})  # its class wants a name
+        _check_content(request)
         chat: Any = AnthropicServingMessages.to_chat_completion_request(request)
     except ValidationError as error:
         first = error.errors()[0]
@@ -106,24 +127,43 @@ def _as_chat(body: bytes, path: str) -> bytes:
     except ValueError as error:
         raise InvalidArgument(f"messages: {str(error)[:300]}") from None
     made = chat.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    if stop:
+        made["stop"] = stop  # here, as vLLM's classes take four at most
+    if not named:
+        del made["model"]
     if path == COUNT:
         made = {name: made[name] for name in ("model", "messages", "tools") if name in made}
-    return json.dumps(made).encode()
+    return json.dumps(made, ensure_ascii=False).encode()  # no longer than the body that came, which is bounded
 
 
-def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments; an empty object where a model wrote something else, as vLLM reads such."""
-    try:
-        read = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return read if isinstance(read, dict) else {}
+def _check_content(request: Any) -> None:
+    """Raises InvalidArgument for content that vLLM's conversion would leave out, invent a number for or fail at."""
+    if isinstance(request.system, list):
+        _check_texts([block.model_dump() for block in request.system], "system")
+    for place, message in enumerate(request.messages):
+        for index, block in enumerate(() if isinstance(message.content, str) else message.content):
+            where = f"messages[{place}].content[{index}]"
+            if block.type in ("image", "tool_reference"):
+                raise InvalidArgument(
+                    f"{where}: {block.type}; content should be a text, a call, a result or thinking"
+                )
+            if block.type == "tool_use" and not (block.id and block.name):
+                raise InvalidArgument(f"{where}: should have an `id` and a `name`")
+            if block.type == "tool_result":
+                if not block.tool_use_id:
+                    raise InvalidArgument(f"{where}.tool_use_id: missing; should be the `id` of a call")
+                if isinstance(block.content, list):
+                    _check_texts(block.content, f"{where}.content")
 
 
-def _with(event: str, told: dict[str, Any]) -> str:
-    """The event with further fields."""
-    name, _, data = event.rstrip("\n").partition("\ndata: ")
-    return f"{name}\ndata: {json.dumps(json.loads(data) | told)}\n\n"
+def _check_texts(blocks: list[dict[str, Any]], where: str) -> None:
+    for index, block in enumerate(blocks):
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise InvalidArgument(f'{where}[{index}]: should be {{"type": "text", "text": ...}}')
+
+
+def _event(name: str, said: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps({'type': name} | said)}\n\n".encode()
 
 
 def _error(status: int, message: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from quartet.wire.json_bounds import DEEPEST
 from services.rollout.histories import Told, answered, carried, digests
 
 USER: dict[str, Any] = {"role": "user", "content": "w5"}
@@ -54,13 +55,15 @@ def test_what_the_template_would_write_otherwise_counts(other: dict[str, Any]) -
 
 
 def test_arguments_with_many_or_deep_parts_are_taken_as_they_are_written() -> None:
-    """Bounds of a body's elements and depth do not count what is within its texts, and no depth is an error."""
+    """No depth is an error; what is deeper than a request may have counts as an empty object."""
 
     def call(arguments: str) -> dict[str, Any]:
         return ANSWER | {"tool_calls": [CALL | {"function": {"name": "look", "arguments": arguments}}]}
 
     deep = [call('{"a": ' + "[" * depth + "]" * depth + "}") for depth in range(1, 900)]
-    assert len({of(USER, each)[1] for each in deep}) == len(deep)
+    assert len({of(USER, each)[1] for each in deep}) == DEEPEST
+    assert of(USER, call('{"a": NaN}')) == of(USER, call("{}"))
+    assert of(USER, call('{"a": 1.0}')) == of(USER, call('{"a": 1}')) != of(USER, call('{"a": 1.5}'))
     many = '{"a": [' + "[], " * 300_000 + "[]]}"
     tracemalloc.start()
     of(USER, call(many))

@@ -1021,6 +1021,7 @@ def blocks(got: Answer, stream: bool) -> list[dict[str, Any]]:
                 made[-1]["text"] += event["delta"]["text"]
             else:
                 made[-1]["input"] = json.loads(event["delta"]["partial_json"])
+                assert isinstance(made[-1]["input"], dict)
     return made
 
 
@@ -1034,6 +1035,7 @@ async def test_messages_of_anthropics_protocol_are_not_rendered_again_either(tal
     assert (told["role"], told["model"], told["stop_reason"]) == ("assistant", "mine", "max_tokens")
     assert told["usage"] == {"input_tokens": len(RENDERED), "output_tokens": 3}
     assert (told["policy_version"], told["weights_checksum"], told["version_spans"]) == (4, "c", spans(3))
+    assert told["session"] == {"session_id": "s", "sequence": 0, "forks": 0}
     assert blocks(first, stream) == [{"type": "text", "text": "z10 z11 z12 "}]
     parts = [{"type": "text", "text": "w7", "cache_control": {"type": "ephemeral"}}]
     history = [USER, {"role": "assistant", "content": blocks(first, stream)}, {"role": "user", "content": parts}]
@@ -1061,16 +1063,44 @@ async def test_calls_of_tools_are_blocks_of_anthropics_protocol(talking: Replica
     assert talking.prompts()[1] == [*talking.prompts()[0], 10, EOS, 7, EOS, 5]
 
 
-async def test_a_call_whose_arguments_are_no_object_is_no_failure(talking: Replica) -> None:
-    talking.llm.say = '<tool_call>{{"name": "look", "arguments": [{}]}}</tool_call>'
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "[{}]",
+        '{{"at": NaN}}',
+        '{{"at": 1e999}}',
+        '{{"at": ' + "[" * 300 + "]" * 300 + "}}",
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_whose_arguments_cannot_be_sent_back_has_an_empty_input(
+    talking: Replica, arguments: str, stream: bool
+) -> None:
+    talking.llm.say = f'<tool_call>{{{{"name": "look", "arguments": {arguments}}}}}</tool_call>'
     tools = [{"name": "look", "input_schema": {"type": "object"}}]
-    got = await talking.ask(MESSAGES, "s", model="mine", tools=tools, messages=[USER], max_tokens=1)
-    [call] = got.json["content"]
+    got = await talking.ask(MESSAGES, "s", model="mine", tools=tools, messages=[USER], max_tokens=1, stream=stream)
+    [call] = blocks(got, stream)
     assert call["input"] == {}
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "w7"}
     history = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     again = await talking.ask(MESSAGES, "s", model="mine", tools=tools, messages=history, max_tokens=1)
     assert again.json["session"]["forks"] == 0
+
+
+async def test_a_request_of_anthropics_may_have_as_many_ends_and_tools_and_no_model(talking: Replica) -> None:
+    """What vLLM's class of such requests would refuse."""
+    ends = [f"w{place}" for place in range(16)]
+    for model in ({}, {"model": ""}, {"model": None}):
+        got = await talking.ask(MESSAGES, **model, messages=[USER], max_tokens=1, stop_sequences=ends, tools=[])
+        assert (got.status, got.json["model"]) == (200, "mine")
+    assert [params.stop for _, params in talking.llm.asked] == [ends] * 3
+
+
+async def test_a_body_of_anthropics_is_no_longer_for_what_it_becomes(talking: Replica) -> None:
+    """A character that ASCII does not have is three bytes, and would be six as JSON may write it."""
+    body = json.dumps({"messages": [{"role": "user", "content": "\u4e00" * 100_000}]}, ensure_ascii=False).encode()
+    answered = await talking.completions.answer(COUNT, body, ME, None)
+    assert b"input_tokens" in (await heard(answered)).body
 
 
 async def test_tokens_of_anthropics_messages_are_counted(talking: Replica) -> None:
@@ -1099,7 +1129,7 @@ async def test_tokens_of_anthropics_messages_are_counted(talking: Replica) -> No
                 ]
             },
             "invalid_request_error",
-            "content: should be a text",
+            "messages[0].content[0]: image; content should be a text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
@@ -1108,6 +1138,31 @@ async def test_tokens_of_anthropics_messages_are_counted(talking: Replica) -> No
         ),
         ({"messages": "w5"}, "invalid_request_error", "messages: "),
         ({"system": {"a": 1}}, "invalid_request_error", "system"),
+        ({"system": [{"type": "image"}]}, "invalid_request_error", "system[0]: should be"),
+        ({"stop_sequences": ["x"] * 17}, "invalid_request_error", "stop_sequences: may be 16 texts"),
+        ({"stop_sequences": [""]}, "invalid_request_error", "stop_sequences: should be a text that is not empty"),
+        ({"stop_sequences": "x"}, "invalid_request_error", "stop_sequences: should be a list"),
+        *(
+            (
+                {"messages": [{"role": role, "content": [content]}]},
+                "invalid_request_error",
+                f"messages[0].content[0]{where}",
+            )
+            for role, content, where in (
+                ("assistant", {"type": "tool_use", "name": "look", "input": {}}, ": should have an `id`"),
+                ("user", {"type": "tool_result", "content": "w5"}, ".tool_use_id: missing"),
+                *(
+                    ("user", {"type": "tool_result", "tool_use_id": "c", "content": [part]}, ".content[0]: should be")
+                    for part in (
+                        {"type": "text", "text": 5},
+                        {"type": "text"},
+                        {"type": "image", "source": None},
+                        {"type": "document", "source": {}},
+                        {},
+                    )
+                ),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
