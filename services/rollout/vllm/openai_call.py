@@ -352,7 +352,7 @@ class OpenAICall:
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream as they are sent."""
         told, last, message = Told(), {} if first is None else first, False
-        late: list[dict[str, Any]] = []
+        late: list[Mapping[str, Any]] = []
         async with aclosing(_all(first, rest)) as events:
             async for last in events:
                 for choice in last.get("choices", ()):
@@ -367,7 +367,7 @@ class OpenAICall:
         if self.turn is not None and "error" not in last:
             try:
                 held = await self._held(_number_of(last), told.message if message else None)
-                late = [event | {"session": held} for event in late]
+                late = [{**event, "session": held} for event in late]
             except ServiceError as error:
                 late = [http_error(error).contents]
         elif late:
