@@ -1088,7 +1088,7 @@ async def test_a_call_whose_arguments_cannot_be_sent_back_has_an_empty_input(
 
 
 async def test_a_request_of_anthropics_may_have_as_many_ends_and_tools_and_no_model(talking: Replica) -> None:
-    """What vLLM's class of such requests would refuse."""
+    """Requests that the class of vLLM for them would refuse are taken."""
     ends = [f"w{place}" for place in range(16)]
     for model in ({}, {"model": ""}, {"model": None}):
         got = await talking.ask(MESSAGES, **model, messages=[USER], max_tokens=1, stop_sequences=ends, tools=[])
