@@ -311,6 +311,7 @@ class OpenAICall:
         reply["proved"] = proof and {"version": proof.policy_version, "difference": proof.difference}
         for choice in reply.get("choices", ()):
             _name_tokens(choice.get("logprobs"))
+            _write_characters(choice.get("message") or {})
             choice["version_spans"] = [
                 {"version": version, "start": start, "end": end}
                 for version, start, end in self._taken[choice["index"]].spans
@@ -426,6 +427,14 @@ def _name_tokens(logprobs: Any) -> None:
     for entry in (logprobs or {}).get("content") or ():
         if "token_id" in entry:
             entry["token"] = f"token_id:{entry['token_id']}"
+
+
+def _write_characters(message: dict[str, Any]) -> None:
+    """Replaces halves of characters in the arguments of a whole answer's calls: a model can write them, by JSON's
+    escapes, but no answer can be sent with them, nor a request give them back."""
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        function["arguments"] = function["arguments"].encode("utf-8", "replace").decode()
 
 
 async def _all(

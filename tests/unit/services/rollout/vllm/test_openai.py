@@ -819,6 +819,16 @@ async def test_calls_of_tools_are_found_by_vllms_parser_and_their_answers_go_on(
         await talking.ask(CHAT, messages=[USER], tools=[TOOL], tool_choice="required", max_tokens=1)
 
 
+async def test_half_of_a_character_in_a_call_is_no_failure(talking: Replica) -> None:
+    talking.llm.say = '<tool_call>{{"name": "look", "arguments": {{"at": "\\ud800 w{}"}}}}</tool_call>'
+    got = await talking.ask(CHAT, "s", messages=[USER], tools=[TOOL], max_tokens=1)
+    called = got.json["choices"][0]["message"]
+    assert json.loads(called["tool_calls"][0]["function"]["arguments"]) == {"at": "? w10"}
+    history = [USER, called, {"role": "tool", "content": "w7"}]
+    again = await talking.ask(CHAT, "s", messages=history, tools=[TOOL], max_tokens=1)
+    assert again.json["session"]["forks"] == 0
+
+
 async def test_a_prompt_is_scored_without_a_response(replica: Replica) -> None:
     got = await replica.ask(TEXT, prompt=[5, 6], max_tokens=0, echo=True)
     assert got.status == 200, got.body
