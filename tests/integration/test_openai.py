@@ -215,6 +215,7 @@ def test_the_page_works_as_it_stands(quartet: Quartet) -> None:
         told.append(done.stdout)
     assert told[0].startswith("weights ")
     assert told[1] == "0 [False, True, False, True]\n"
+    assert told[2].startswith("weights ")
 
 
 def test_the_terminal_prompts_the_model_too(quartet: Quartet) -> None:
