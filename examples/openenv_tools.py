@@ -52,14 +52,14 @@ async def _called(session: ClientConnection, call: Any) -> tuple[str, float, boo
     answered by what is wrong."""
     try:
         arguments = json.loads(call.function.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         return "error: the arguments are no JSON object", 0.0, False
     step = await _ask(session, "step", {"type": "call_tool", "tool_name": call.function.name, "arguments": arguments})
     observation = step["observation"]
-    if observation["error"]:
-        text = f"error: {observation['error']['message']}"
+    if error := observation.get("error"):
+        text = f"error: {error['message']}"
     else:
         text = "\n".join(part["text"] for part in observation["result"]["content"] if part["type"] == "text")
     return text, float(step["reward"] or 0), bool(step["done"])

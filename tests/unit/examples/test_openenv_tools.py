@@ -140,7 +140,7 @@ async def test_calls_are_made_and_rewards_added_until_the_environment_is_done(
     monkeypatch.setenv("OPENENV_URL", address)
     answers = in_turn(
         calls(("add", '{"a": 1, "b": 2}'), ("add", '{"a": 2, "b": 2}')),
-        calls(("subtract", "{}"), ("add", "[1]"), ("add", '{"a": 1,')),
+        calls(("subtract", "{}"), ("add", "[1]"), ("add", '{"a": 1,'), ("add", '{"a":' * 100_000)),
         calls(("add", '{"a": 3, "b": 4}'), ("add", '{"a": 3, "b": 5}')),
     )
     with serving(answers) as (base_url, asked):
@@ -157,7 +157,7 @@ async def test_calls_are_made_and_rewards_added_until_the_environment_is_done(
     wrong = "error: the arguments are no JSON object"
     assert answered == [
         *[("c0", "3"), ("c1", "4")],
-        *[("c0", "error: Unknown tool: 'subtract'"), ("c1", wrong), ("c2", wrong)],
+        *[("c0", "error: Unknown tool: 'subtract'"), ("c1", wrong), ("c2", wrong), ("c3", wrong)],
     ]
 
 
