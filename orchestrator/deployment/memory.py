@@ -18,7 +18,7 @@ from quartet.learner.memory import learner_bytes, tile_bytes
 from quartet.models.size import BYTES, ModelSize
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
-from services.reward.config import ModelScorerConfig, RewardConfig, ScorerConfig, SeveralScorerConfig
+from services.reward.config import ModelScorerConfig, RewardConfig, parts_of
 from services.rollout.config import RolloutConfig
 
 CONTEXT = GIB * 7 // 10
@@ -207,13 +207,8 @@ def frozen_models(section: Config) -> Sequence[FrozenConfig]:
     if isinstance(section, ReferenceConfig):
         return [section]
     hosted = section.hosted.values() if isinstance(section, RewardConfig) else []
-    return [model for each in hosted for model in _models(each.scorer)]
-
-
-def _models(scorer: ScorerConfig) -> list[ModelScorerConfig]:
-    if isinstance(scorer, SeveralScorerConfig):
-        return [model for each in scorer.scorers.values() for model in _models(each)]
-    return [scorer] if isinstance(scorer, ModelScorerConfig) else []
+    parts = (part for each in hosted for _, part in parts_of(each.scorer, ""))
+    return [part for part in parts if isinstance(part, ModelScorerConfig)]
 
 
 def most_on_one(parts: Sequence[Footprint], phase: str = SAMPLING) -> tuple[Footprint, ...]:

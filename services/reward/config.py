@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self, Union
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -63,10 +63,18 @@ class SeveralScorerConfig(OwnConfig):
         return tuple(f"{name}.{inner}" if inner else name for name in own for inner in own[name] or ("",))
 
 
-ScorerConfig = Annotated[
-    Union[ModelScorerConfig, AnyWorkerScorerConfig, SeveralScorerConfig],  # noqa: UP007 - forward references
-    Field(discriminator="kind"),
-]
+PartConfig = ModelScorerConfig | AnyWorkerScorerConfig
+"""A single scorer, as each of several is in the end."""
+ScorerConfig = Annotated[PartConfig | SeveralScorerConfig, Field(discriminator="kind")]
+
+
+def parts_of(scorer: ScorerConfig, field: str) -> Iterator[tuple[str, PartConfig]]:
+    """(field, scorer) of the scorer at `field`; of several as one, of each of them."""
+    if isinstance(scorer, SeveralScorerConfig):
+        for name, part in scorer.scorers.items():
+            yield from parts_of(part, f"{field}.scorers.{name}")
+    else:
+        yield field, scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +135,7 @@ def field_of(name: str) -> str:
 
 def _own_tokenizer(scorer: ScorerConfig) -> str | None:
     """The folder of the scorer's first model, which has a tokenizer; None if it has no model."""
-    if isinstance(scorer, SeveralScorerConfig):
-        return next(filter(None, map(_own_tokenizer, scorer.scorers.values())), None)
-    return scorer.model if isinstance(scorer, ModelScorerConfig) else None
+    return next((part.model for _, part in parts_of(scorer, "") if isinstance(part, ModelScorerConfig)), None)
 
 
 SeveralScorerConfig.model_rebuild()

@@ -25,7 +25,7 @@ from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.identity import model_hash
 from services.critic.config import CriticConfig
-from services.reward.config import RewardConfig, ScorerConfig, SeveralScorerConfig, field_of
+from services.reward.config import RewardConfig, field_of, parts_of
 from services.reward.names import chosen
 from services.rollout.config import RolloutConfig
 
@@ -149,19 +149,14 @@ def misfits_of_reward(config: OrchestratorConfig, section: RewardConfig, name: s
         yield f"{where}.tokenizer: required, as a run sends token ids; set it to {config.policy.model}"
     field = f"{where}.{field_of(scorer)}"
     yield from config.algorithm.misfits(hosted.scorer.names, field)
-    yield from _not_sent(config, hosted.scorer, field)
+    for part_field, part in parts_of(hosted.scorer, field):
+        if needed := getattr(part, "needed", None):
+            yield from _not_sent(config, part_field, *needed)
 
 
-def _not_sent(config: OrchestratorConfig, scorer: ScorerConfig, field: str) -> Iterator[str]:
-    """Columns that the run does not send, and without which the scorer, which stands at `field`, scores nothing."""
-    if isinstance(scorer, SeveralScorerConfig):
-        for name, part in scorer.scorers.items():
-            yield from _not_sent(config, part, f"{field}.scorers.{name}")
-        return
-    needed = getattr(scorer, "needed", None)
-    if needed is None:
-        return
-    key, column = needed
+def _not_sent(config: OrchestratorConfig, field: str, key: str, column: str) -> Iterator[str]:
+    """A column that the run does not send, and without which the scorer at `field`, whose `key` names it, scores
+    nothing; an empty one is the label."""
     sent = [*config.data.columns, *([RESULT] if config.agent else [])]
     if not column and config.data.label_key is None:
         yield (

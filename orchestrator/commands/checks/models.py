@@ -22,14 +22,7 @@ from quartet.models.scalar import check_scalar
 from quartet.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
-from services.reward.config import (
-    Hosted,
-    ModelScorerConfig,
-    RewardConfig,
-    ScorerConfig,
-    SeveralScorerConfig,
-    field_of,
-)
+from services.reward.config import Hosted, ModelScorerConfig, PartConfig, RewardConfig, field_of, parts_of
 from services.rollout.config import RolloutConfig
 
 POLICY_FIELD = "orchestrator.policy.model"
@@ -190,7 +183,7 @@ def missing_functions(deployment: ServicesFile) -> Iterator[str]:
         if not isinstance(section, RewardConfig) or _brings_code(application.get("runtime_env")):
             continue
         for field, scorer in scorers(section.hosted, f"applications.{name}.args"):
-            if not isinstance(scorer, ModelScorerConfig | SeveralScorerConfig):
+            if not isinstance(scorer, ModelScorerConfig):
                 try:
                     scorer.check(field)
                 except ConfigError as error:
@@ -205,18 +198,10 @@ def _brings_code(runtime_env: Any) -> bool:
     return bool(_OWN_CODE & runtime_env.keys()) or (isinstance(variables, Mapping) and "PYTHONPATH" in variables)
 
 
-def scorers(hosted: Mapping[str, Hosted], where: str) -> Iterator[tuple[str, ScorerConfig]]:
+def scorers(hosted: Mapping[str, Hosted], where: str) -> Iterator[tuple[str, PartConfig]]:
     """(field, scorer) of each scorer and, where it is several, of each of these. `where` is the place of the args."""
     for name, each in hosted.items():
-        yield from _parts_of(each.scorer, f"{where}.{field_of(name)}")
-
-
-def _parts_of(scorer: ScorerConfig, where: str) -> Iterator[tuple[str, ScorerConfig]]:
-    if isinstance(scorer, SeveralScorerConfig):
-        for name, each in scorer.scorers.items():
-            yield from _parts_of(each, f"{where}.scorers.{name}")
-    else:
-        yield where, scorer
+        yield from parts_of(each.scorer, f"{where}.{field_of(name)}")
 
 
 def broken_weights(folder: str) -> Iterator[str]:
