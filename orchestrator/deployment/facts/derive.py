@@ -1,6 +1,5 @@
 """The whole file, with every service's section, derived from the facts of a run."""
 
-import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,20 +122,10 @@ class _Derivation:
 
     def file(self) -> dict[str, Any]:
         """All sections."""
-        facts, names = self._facts, self._names
-        file: dict[str, Any] = {} if facts.security is None else {"security": dict(facts.security)}
-        functions = [SERVICES[name].function for name in names]
-        file |= {
-            "http_options": {"host": "127.0.0.1", "port": facts.http_port},
-            "grpc_options": {
-                "port": facts.port,
-                "grpc_servicer_functions": [GUARD, *functions, "quartet.serving.proxy.add_health"],
-            },
-            "applications": [self._application(name) for name in names],
-            "orchestrator": merged(self._orchestrator(), facts.orchestrator, "orchestrator"),
-        }
-        whole: dict[str, Any] = resolved(file)
-        return whole
+        facts = self._facts
+        applications = [self._application(name) for name in self._names]
+        orchestrator = merged(self._orchestrator(), facts.orchestrator, "orchestrator")
+        return whole(facts.security, facts.port, facts.http_port, applications, orchestrator=orchestrator)
 
     @property
     def _names(self) -> list[str]:
@@ -418,31 +407,51 @@ def merged(derived: Any, given: Any, where: str) -> Any:
         ConfigError: a value stands where a mapping is derived.
     """
     if not isinstance(derived, Mapping):
-        return copy.deepcopy(given)
+        return given
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}: should be a mapping of fields to values, got {given!r}")
     both = dict(derived)
     for key, value in given.items():
-        both[key] = merged(derived[key], value, f"{where}.{key}") if key in derived else copy.deepcopy(value)
+        both[key] = merged(derived[key], value, f"{where}.{key}") if key in derived else value
     return both
 
 
+def whole(
+    security: Mapping[str, Any] | None,
+    port: int,
+    http_port: int,
+    applications: Sequence[Mapping[str, Any]],
+    **others: Any,
+) -> dict[str, Any]:
+    """The whole file of applications, each of which has the name of its service, and of other sections."""
+    functions = [SERVICES[application["name"]].function for application in applications]
+    file: dict[str, Any] = {} if security is None else {"security": security}
+    file |= {
+        "http_options": {"host": "127.0.0.1", "port": http_port},
+        "grpc_options": {
+            "port": port,
+            "grpc_servicer_functions": [GUARD, *functions, "quartet.serving.proxy.add_health"],
+        },
+        "applications": applications,
+        **others,
+    }
+    return {name: resolved(section) for name, section in file.items()}
+
+
 def resolved(value: Any) -> Any:
-    """The value with its functions called."""
+    """The value with its functions called, in mappings and lists of its own."""
     if isinstance(value, Mapping):
         return {key: resolved(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [resolved(inner) for inner in value]
-    return value() if callable(value) else copy.deepcopy(value)
+    return value() if callable(value) else value
 
 
 _NAMES = (
     (r"applications\.(?:rollout|reference)\.args\.model\b", "model"),
     (r"applications\.reward\.args\.tokenizer\b", "model"),
-    (r"applications\.reward\.args\.scorer\.(?:function|model)\b", "reward"),
-    (r"applications\.reward\.args\.scorer\b", "reward"),
-    (r"applications\.(\w+)\.(?:args|deployments\.[A-Z]\w+)\b", r"services.\1"),
-    (r"applications\.(\w+)\b", r"services.\1"),
+    (r"applications\.reward\.args\.scorer(?:\.function|\.model)?\b", "reward"),
+    (r"applications\.(\w+)(?:\.args|\.deployments\.[A-Z]\w+)?\b", r"services.\1"),
     (r"orchestrator\.policy\.(model|dtype)\b", r"\1"),
     (r"orchestrator\.algorithm\b", "algorithm"),
     (r"orchestrator\.data\b", "prompts"),

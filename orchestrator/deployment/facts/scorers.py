@@ -15,12 +15,11 @@ from orchestrator.deployment.facts.derive import (
     environment_of,
     in_words,
     merged,
-    resolved,
     shares,
+    whole,
 )
 from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS, Port
 from quartet.config.base import Config, Count, Dtype
-from quartet.security.port import GUARD
 from services.reward.config import INGRESS, ScorerName
 
 TELLING = "scorers"
@@ -61,13 +60,13 @@ class ScorersFacts(Config):
 
 def derive(facts: ScorersFacts, model_at: ModelAt) -> dict[str, Any]:
     """The whole file. ConfigError if a fact is wrong, or a model cannot be read."""
-    service, gpus = SERVICES[_SERVICE], facts.gpus
+    gpus = facts.gpus
     made = {name: _scorer(name, given, facts, model_at) for name, given in facts.scorers.items()}
     args: dict[str, Any] = {} if facts.tokenizer is None else {"tokenizer": facts.tokenizer}
     application: dict[str, Any] = {
         "name": _SERVICE,
         "route_prefix": f"/{_SERVICE}",
-        "import_path": service.import_path,
+        "import_path": SERVICES[_SERVICE].import_path,
     }
     if environment := environment_of(gpus, facts.threads):
         application["runtime_env"] = {"env_vars": environment}
@@ -88,17 +87,7 @@ def derive(facts: ScorersFacts, model_at: ModelAt) -> dict[str, Any]:
         cpus = 0 if name == INGRESS and len(names) > 1 else 1 if gpus else SHARE_OF_CORE
         entry["ray_actor_options"] = shares(cpus, share if _computes(scorer) else 0)
         entries.append(merged(entry, options, f"scorers.{name}"))
-    file: dict[str, Any] = {} if facts.security is None else {"security": dict(facts.security)}
-    file |= {
-        "http_options": {"host": "127.0.0.1", "port": facts.http_port},
-        "grpc_options": {
-            "port": facts.port,
-            "grpc_servicer_functions": [GUARD, service.function, "quartet.serving.proxy.add_health"],
-        },
-        "applications": [application | {"deployments": entries}],
-    }
-    whole: dict[str, Any] = resolved(file)
-    return whole
+    return whole(facts.security, facts.port, facts.http_port, [application | {"deployments": entries}])
 
 
 def _computes(scorer: Mapping[str, Any]) -> bool:
