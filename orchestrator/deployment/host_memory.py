@@ -6,7 +6,7 @@ push allocate.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.run import OrchestratorConfig
@@ -30,7 +30,6 @@ from quartet.models.device import VISIBLE
 from quartet.models.size import BYTES, ModelSize
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
-from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
 PROCESS, PROCESS_ON_CPU = 2 * GIB, GIB
@@ -121,7 +120,7 @@ def _service(
     if isinstance(section, CriticConfig):
         return own, {}
     frozen = frozen_models(section)
-    if not gpu and isinstance(section, ReferenceConfig | RewardConfig):
+    if not gpu:
         context = CONTEXT * len(frozen)
         return own | {COMPUTING: service_bytes(section, 0, shape_at) - context}, own
     logits = isinstance(section, ReferenceConfig)
@@ -198,18 +197,19 @@ def _size(parts: Iterable[HostPart]) -> int:
     return sum(part.size for part in parts)
 
 
-def shortage(parts: Sequence[HostPart], memory: int, gpus: int | None) -> Iterator[str]:
-    """A message if parts that may be on one host of `memory` bytes do not fit, with the sum and its largest part."""
+def shortage(parts: Sequence[HostPart], memory: int, gpus: int | None) -> str:
+    """A message if parts that may be on one host of `memory` bytes do not fit, with the sum and its largest part;
+    empty if they fit."""
     worst = most_on_one(parts, gpus)
     total = SYSTEM + _size(worst)
     if total <= memory:
-        return
+        return ""
     kinds: Counter[tuple[str, str]] = Counter()
     for part in worst:
         for kind, size in part.needs:
             kinds[part.name, kind] += size
-    ((name, kind), size), *_ = kinds.most_common(1)
-    yield (
+    [((name, kind), size)] = kinds.most_common(1)
+    return (
         f"one host may have to hold {summed(worst)} = {total / GIB:.0f} GiB, but has {memory / GIB:.0f}; the largest "
         f"part, {size / GIB:.0f}, is {kind} of {name}: {ADVICE.get(kind, 'put less on a host')}"
     )

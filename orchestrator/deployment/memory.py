@@ -5,7 +5,7 @@ libraries and communicators are estimates, rather high than low.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ class Footprint:
 
     name: str
     share: float
-    """Share of a GPU that Ray reserves for it."""
+    """Share of a GPU that Ray reserves for it, more than 0."""
     size: int
     """Memory in bytes."""
     released: int = 0
@@ -250,8 +250,7 @@ def fullest(
 
 def worst_phase(parts: Sequence[Footprint]) -> tuple[str, tuple[Footprint, ...]]:
     """The phase in which one GPU may have to hold most, and the processes that it holds then."""
-    shared = [part for part in parts if part.share > 0]
-    worst = {phase: most_on_one(shared, phase) for phase in PHASES}
+    worst = {phase: most_on_one(parts, phase) for phase in PHASES}
     phase = max(PHASES, key=lambda phase: sum(part.during(phase) for part in worst[phase]))
     return phase, worst[phase]
 
@@ -261,15 +260,16 @@ def summed(parts: Sequence[Footprint], phase: str) -> str:
     return " + ".join(f"{part.name} {part.during(phase) / GIB:.1f}" for part in parts)
 
 
-def shortage(parts: Sequence[Footprint], gpu: int) -> Iterator[str]:
-    """A message if processes that may share a GPU of `gpu` bytes do not fit, with the sum and the largest."""
+def shortage(parts: Sequence[Footprint], gpu: int) -> str:
+    """A message if processes that may share a GPU of `gpu` bytes do not fit, with the sum and the largest; empty if
+    they fit."""
     phase, worst = worst_phase(parts)
     total = sum(part.during(phase) for part in worst)
-    if total > gpu:
-        during = f" during {phase}" if any(part.released for part in parts if part.share > 0) else ""
-        largest = max(worst, key=lambda part: part.during(phase))
-        yield (
-            f"one GPU may have to hold {summed(worst, phase)} = {total / GIB:.1f} GiB{during}, but has "
-            f"{gpu / GIB:.1f}; raise their num_gpus so that fewer share it, or make them need less, {largest.name} "
-            "first"
-        )
+    if total <= gpu:
+        return ""
+    during = f" during {phase}" if any(part.released for part in parts) else ""
+    largest = max(worst, key=lambda part: part.during(phase))
+    return (
+        f"one GPU may have to hold {summed(worst, phase)} = {total / GIB:.1f} GiB{during}, but has {gpu / GIB:.1f}; "
+        f"raise their num_gpus so that fewer share it, or make them need less, {largest.name} first"
+    )

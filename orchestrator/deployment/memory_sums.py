@@ -44,12 +44,10 @@ class MemorySums:
 
     def problems(self) -> Iterator[str]:
         """Parts that may share a GPU or a host and do not fit, with the field that says how much there is."""
-        if self.gpu is not None:
-            for problem in memory.shortage(self.on_gpus, self.gpu):
-                yield f"orchestrator.gpu_gib: {problem}"
-        if self.host is not None:
-            for problem in host_memory.shortage(self.on_hosts, self.host, self.host_gpus):
-                yield f"orchestrator.host_gib: {problem}"
+        if self.gpu is not None and (problem := memory.shortage(self.on_gpus, self.gpu)):
+            yield f"orchestrator.gpu_gib: {problem}"
+        if self.host is not None and (problem := host_memory.shortage(self.on_hosts, self.host, self.host_gpus)):
+            yield f"orchestrator.host_gib: {problem}"
 
     def lines(self) -> Iterator[str]:
         """The needs of each part, and those of the fullest GPU and the fullest host, in GiB."""

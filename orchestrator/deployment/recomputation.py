@@ -46,7 +46,7 @@ def decided(deployment: Deployment, configs: Mapping[str, Any]) -> Deployment:
     shape_at = functools.cache(lambda path: ModelSize.of(configs[path]))
     for chosen in _by_cost(deployment, choosing, shape_at):
         candidate = _with(deployment, fixed | {name: name in chosen for name in choosing})
-        if not list(shortage(footprints(candidate, int(gib * GIB), shape_at), int(gib * GIB))):
+        if not shortage(footprints(candidate, int(gib * GIB), shape_at), int(gib * GIB)):
             return candidate
     return _with(deployment, everything)
 

@@ -180,18 +180,18 @@ def test_many_fractions_are_added_up_at_once() -> None:
 
 def test_a_shortage_names_the_largest_part_and_what_makes_it_less(files: Files) -> None:
     _, parts = files.load("ppo-70b-32gpu")
-    [problem] = shortage(parts, 1000 * GIB, 8)
+    problem = shortage(parts, 1000 * GIB, 8)
     assert "one host may have to hold critic 1.0 + policy 431" in problem
     assert f"is {OPTIMIZER} of policy: leave out adam_offload" in problem
     staged = 2 * 2 * LLAMA["70B"].parameters / GIB
-    [problem] = shortage([one for one in parts if one.name == "rollout"], 200 * GIB, 8)
+    problem = shortage([one for one in parts if one.name == "rollout"], 200 * GIB, 8)
     assert f"the largest part, {staged:.0f}, is {WHOLE} of rollout: put less on a host" in problem
     _, parts = files.load("ppo-8b-8gpu")
     staged = 4 * 2 * LLAMA["8B"].parameters / GIB
-    [problem] = shortage([one for one in parts if one.name == "rollout"], 60 * GIB, 4)
+    problem = shortage([one for one in parts if one.name == "rollout"], 60 * GIB, 4)
     assert f"the largest part, {staged:.0f}, is {STAGED} of rollout: set weights.stage to gpu where" in problem
-    assert not list(shortage([part("policy", 6)], 10 * GIB, None))
-    assert list(shortage([part("policy", 6.1)], 10 * GIB, None))
+    assert not shortage([part("policy", 6)], 10 * GIB, None)
+    assert shortage([part("policy", 6.1)], 10 * GIB, None)
     assert summed([part("policy", 6)] * 2) == f"policy 2 x 6.0 + Ray and Serve {SYSTEM / GIB:.1f}"
 
 
@@ -200,7 +200,7 @@ def test_the_files_fit_the_machines_that_they_name(name: str, files: Files) -> N
     deployment, parts = files.load(name)
     run = deployment.orchestrator
     assert run.host_gib is not None
-    assert not list(shortage(parts, int(run.host_gib * GIB), run.host_gpus))
+    assert not shortage(parts, int(run.host_gib * GIB), run.host_gpus)
     total = SYSTEM + sum(part.size for part in most_on_one(parts, run.host_gpus))
     assert f"{total / GIB:.0f}" in (DEPLOY / f"{name}.yaml").read_text()
 

@@ -54,7 +54,7 @@ def test_as_few_recompute_as_the_sums_allow(
     assert outcome(decided(file, sizes)) == wanted
     assert outcome(file) == ("auto", "auto")
     parts = footprints(decided(file, sizes), gib * GIB, lambda path: sizes[path])
-    assert bool(list(shortage(parts, gib * GIB))) == (gib == 75)
+    assert bool(shortage(parts, gib * GIB)) == (gib == 75)
 
 
 def test_each_choice_is_told_by_its_field(tmp_path: Path) -> None:
