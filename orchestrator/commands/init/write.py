@@ -29,21 +29,6 @@ from quartet.folders import write
 from quartet.models.loading import load_tokenizer
 from quartet.wire.identity import tokenizer_hash
 
-_DERIVED = {
-    "critic": "applications.critic.args.model",
-    "max_new_tokens": "orchestrator.sampling.max_new_tokens",
-    "dtype": "orchestrator.policy.dtype",
-    "packing": "orchestrator.policy.packing",
-    "batch_tokens": "orchestrator.policy.micro_batch_tokens",
-}
-"""Fact -> the key of the whole file that shows what it is where it is not stated."""
-
-_EXAMPLES = {
-    "services": {"rollout": {"num_replicas": 2}},
-    "orchestrator": {"loop": {"max_staleness": 1}},
-}
-"""Fact -> an example of what it may be where nothing is derived."""
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -128,7 +113,7 @@ def _place(pinned: Pinned, name: str, kind: Kind, flag: str) -> str:
 
 def _text(file: Path, facts: Mapping[str, Any], whole: Mapping[str, Any], size: str) -> str:
     """The facts, a line each, and below them the rest as comments, each with what it is here."""
-    name = shlex.quote(str(file))
+    name, unstated = shlex.quote(str(file)), _unstated(whole)
     lines = [
         f"# Written by `quartet init` for a model of {size} parameters. How to use it:",
         f"#   quartet check {name} && quartet up {name} && quartet train {name} && quartet down",
@@ -141,20 +126,25 @@ def _text(file: Path, facts: Mapping[str, Any], whole: Mapping[str, Any], size: 
     for name, field in Facts.model_fields.items():
         if name not in facts:
             first = re.split(r"(?<=[\w)`])[.;:](?=\s|$)", (field.description or "").replace("\n", " "))[0]
-            shown = _EXAMPLES.get(name, _shown(name, field.get_default(call_default_factory=True), whole))
-            lines.append(f"# {name}: {_yaml(shown)}  # {first}")
+            value = unstated.get(name, field.get_default(call_default_factory=True))
+            lines.append(f"# {name}: {_yaml(value)}  # {first}")
     return "\n".join(lines) + "\n"
 
 
-def _shown(name: str, default: Any, whole: Any) -> Any:
-    """The value of a fact that is not stated: its default, or what is derived."""
-    for key in _DERIVED[name].split(".") if name in _DERIVED else ():
-        if isinstance(whole, list):
-            whole = {application["name"]: application for application in whole}
-        if key not in whole:
-            return default
-        whole = whole[key]
-    return whole if name in _DERIVED else default
+def _unstated(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Fact -> what it is in the whole file where it is not stated, or an example of what it may be; not those that
+    have their default then."""
+    args = {application["name"]: application["args"] for application in whole["applications"]}
+    policy = whole["orchestrator"]["policy"]
+    return {
+        "critic": args["critic"]["model"],
+        "max_new_tokens": whole["orchestrator"]["sampling"]["max_new_tokens"],
+        "dtype": policy["dtype"],
+        "packing": policy["packing"],
+        "batch_tokens": policy["micro_batch_tokens"],
+        "services": {"rollout": {"num_replicas": 2}},
+        "orchestrator": {"loop": {"max_staleness": 1}},
+    }
 
 
 def _yaml(value: Any) -> str:
