@@ -3,7 +3,7 @@
 A file of facts stands for the whole file that is derived from it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,10 +95,8 @@ class ServicesFile:
     """Address and policy of the gRPC port: from `security:`, or without that from the environment."""
     facts: bool = False
     """True if the file states facts."""
-
-    def worded(self, text: str) -> str:
-        """A message about keys in the words of the file: with facts in place of keys that are derived from them."""
-        return scorers.stated(text) if self.facts else text
+    worded: Callable[[str], str] = str
+    """Puts a message about keys in the words of the file: with facts in place of keys that are derived from them."""
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -176,10 +174,6 @@ class Deployment(ServicesFile):
 
     orchestrator: OrchestratorConfig
 
-    def worded(self, text: str) -> str:
-        """A message about keys in the words of the file."""
-        return stated(text) if self.facts else text
-
     def learners(self) -> dict[str, LearnerConfig]:
         """The critics, and the policy."""
         return {**self.critics(), POLICY: self.orchestrator.policy}
@@ -210,11 +204,11 @@ def load_file(path: str | Path, *, check_services: bool = False) -> ServicesFile
     raw = read_yaml(path)
     if states_facts(raw, path):
         whole = derived(raw, path)
+        worded = stated if "orchestrator" in whole else scorers.stated
         try:
-            return replace(_whole(whole, path, check_services), facts=True)
+            return replace(_whole(whole, path, check_services), facts=True, worded=worded)
         except ConfigError as error:
-            words = stated if "orchestrator" in whole else scorers.stated
-            raise ConfigError(words(str(error))) from None
+            raise ConfigError(worded(str(error))) from None
     return _whole(raw, path, check_services)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.deployment.facts import scorers
 from orchestrator.deployment.file import Deployment, ServicesFile
 from quartet.config.base import ConfigError
 from quartet.security.port import Port
@@ -25,7 +26,9 @@ def write(path: Path, content: dict[str, Any]) -> Path:
 
 
 def test_an_error_in_the_words_of_the_file_keeps_its_cause() -> None:
-    written = ServicesFile(path=Path("a.yaml"), applications=(), services={}, raw={}, port=Port(), facts=True)
+    written = ServicesFile(
+        path=Path("a.yaml"), applications=(), services={}, raw={}, port=Port(), worded=scorers.stated
+    )
     cause = OSError("of a user's own code")
     with pytest.raises(ConfigError, match=r"^port: taken$") as told, written.naming():
         raise ConfigError("grpc_options.port: taken") from cause
@@ -33,7 +36,9 @@ def test_an_error_in_the_words_of_the_file_keeps_its_cause() -> None:
 
 
 def test_so_does_one_in_a_group() -> None:
-    written = ServicesFile(path=Path("a.yaml"), applications=(), services={}, raw={}, port=Port(), facts=True)
+    written = ServicesFile(
+        path=Path("a.yaml"), applications=(), services={}, raw={}, port=Port(), worded=scorers.stated
+    )
     taken, other = ConfigError("grpc_options.port: taken"), Unavailable("rollout: gone")
     taken.__cause__ = OSError("of a user's own code")
     with pytest.raises(ExceptionGroup) as told, written.naming():
