@@ -17,22 +17,6 @@ RECOVERABLE = (*LOSSES, Unavailable, DeadlineExceeded, PushFailed, OffTimeline)
 stands still, and a replica is off the run's timeline where no push reached it."""
 
 
-class Restarts:
-    """Counts the restarts that a run may still make."""
-
-    def __init__(self, allowed: int) -> None:
-        self._allowed = self._left = allowed
-        self._step = -1
-
-    def spend(self, step: int) -> bool:
-        """True if the run may restart from `step`; uses up one restart. Progress since the last restart renews all of
-        them: with 3 allowed, a run may restart three times at step 10 and then three times at step 20."""
-        if step > self._step:
-            self._step, self._left = step, self._allowed
-        self._left -= 1
-        return self._left >= 0
-
-
 def is_loss(error: BaseException) -> bool:
     """True if the failure is recoverable by restarting from a checkpoint; false for bad input."""
     errors = leaves(error)
@@ -55,6 +39,9 @@ async def restarting(
 ) -> None:
     """Carries out a run, again from its last checkpoint after each loss, as often as is configured.
 
+    Progress since the last restart renews all restarts: of 3, a run may make three at step 10, and then three at
+    step 20.
+
     Args:
         carry_out: trains from a checkpoint, or from the start, to the end; its second argument counts tries from 0.
         checkpoint: the checkpoint to begin with, if any.
@@ -65,7 +52,7 @@ async def restarting(
     Raises:
         Exception: an error of `carry_out` that restarts do not mend, or one loss too many.
     """
-    restarts = Restarts(config.restarts)
+    reached, left = -1, config.restarts
     for attempt in itertools.count():
         try:
             await carry_out(checkpoint, attempt)
@@ -74,8 +61,11 @@ async def restarting(
             checkpoint = last()
             # Without a checkpoint nothing has been trained yet, as the first is taken before step 1.
             step = checkpoint.state.step if checkpoint else 0
+            if step > reached:
+                reached, left = step, config.restarts
             can_return = checkpoint is not None or config.every > 0
-            if not can_return or not is_loss(error) or not restarts.spend(step):
+            if not can_return or not is_loss(error) or not left:
                 raise
+            left -= 1
             again = f"resuming after step {step}" if checkpoint else "beginning again at step 1"
             note(f"interrupted ({reasons(error)}); {again}")

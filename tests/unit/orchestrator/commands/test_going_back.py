@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.commands.restarts import Restarts, is_loss
+from orchestrator.commands.restarts import is_loss, restarting
 from orchestrator.commands.train import Run
+from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.deployment.file import Deployment
+from orchestrator.loop.checkpoint_folder import Checkpoint
 from orchestrator.policy.ranks import Policy
 from orchestrator.push.prover import PushDisproved
 from orchestrator.push.pusher import PushFailed
@@ -65,10 +67,22 @@ async def finish(run: Losing) -> None:
     await run._finish(nothing, nothing, overwrite=False, resume=False)
 
 
-def test_a_run_that_gets_further_may_go_back_again() -> None:
-    restarts = Restarts(2)
-    assert [restarts.spend(step) for step in (10, 10, 20, 20, 20)] == [True, True, True, True, False]
-    assert not Restarts(0).spend(5)
+@pytest.mark.parametrize(
+    ("restarts", "steps", "tries"), [(2, (10, 10, 20, 20, 20, 30), 5), (2, (0, 0, 0, 10), 3), (0, (5, 10), 1)]
+)
+async def test_a_run_that_gets_further_may_go_back_again(restarts: int, steps: tuple[int, ...], tries: int) -> None:
+    reached, tried = iter(steps), []
+
+    async def lost(checkpoint: Any, attempt: int) -> None:
+        tried.append(attempt)
+        raise RanksLost("rank 0 died")
+
+    def last() -> Checkpoint[Any]:
+        return Checkpoint(Path(), SimpleNamespace(step=next(reached)))
+
+    with pytest.raises(RanksLost):
+        await restarting(lost, None, last, SnapshotsConfig(restarts=restarts), lambda text: None)
+    assert tried == list(range(tries))
 
 
 @pytest.mark.parametrize(
