@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import yaml
 
 from quartet.config.base import Config, ConfigError, matching, read_yaml
 from quartet.folders import replace_file
 
+Answer = TypeVar("Answer")
 Kind = Literal["model", "dataset"]
 _NAME = r"[A-Za-z0-9](?:[\w-]|\.(?!\.)){0,95}"
 _PLAIN = r"[A-Za-z0-9](?:[\w-]|\.(?!\.)){0,199}"
@@ -33,7 +34,6 @@ _FILE = re.compile(r"[A-Za-z0-9_][\w.+-]*", re.ASCII)
 _MODEL_FILE = re.compile(r"[\w.-]+\.(?:safetensors|json|jinja)|merges\.txt|vocab\.txt|tokenizer\.model", re.ASCII)
 """Files of a model that are fetched: nothing that holds code or pickled objects."""
 _DATA_FILE = re.compile(r"(?!dataset_infos\.json$)[\w.-]+\.(?:jsonl|json|parquet)", re.ASCII)
-_CHUNK = 1 << 20
 
 Sha256 = Annotated[str, matching(r"[0-9a-f]{64}", "64 hexadecimal digits")]
 FileName = Annotated[
@@ -95,8 +95,7 @@ class HuggingFace:
             hashes = {each.rfilename: each.lfs.sha256 if each.lfs else None for each in info.siblings or []}
             return Listing(str(info.sha), hashes)
 
-        listing: Listing = self._asked(ask, f"{repository}@{revision}")
-        return listing
+        return self._asked(ask, f"{repository}@{revision}")
 
     def fetch(self, repository: str, commit: str, kind: Kind, name: str) -> None:
         """Fetches one file. ConfigError if it cannot be fetched."""
@@ -115,7 +114,7 @@ class HuggingFace:
         name = repo_folder_name(repo_id=repository, repo_type=kind)
         return Path(constants.HF_HUB_CACHE) / name / "snapshots" / commit
 
-    def _asked(self, ask: Callable[[], Any], what: str) -> Any:
+    def _asked(self, ask: Callable[[], Answer], what: str) -> Answer:
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         try:
@@ -246,11 +245,8 @@ def _hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
