@@ -348,7 +348,7 @@ def evaluate(
         output=folder,
         endpoint=endpoint,
         model=model,
-        key=rows.key_in(key_variable),
+        key=os.environ.get(key_variable, "").strip() or None,
         chat=chat,
         samples=samples,
         temperature=temperature,

@@ -1,7 +1,6 @@
 """`quartet evaluate FILE.jsonl`: evaluates responses, or a model that answers prompts, by the scorers of a hub."""
 
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -153,8 +152,29 @@ class Results:
         return told
 
     def table(self) -> Table:
-        """The figures for rich to print."""
-        return table(self.figures, "; ".join(self.remarks()))
+        """The figures for rich to print: a row for each measure of each group."""
+        drawn = Table(caption="; ".join(self.remarks()), title_justify="left")
+        drawn.add_column("measure")
+        ks = sorted({k for figure in self.figures for k in figure.passes})
+        compared = any(figure.against for figure in self.figures)
+        drawn.add_column("scorer", overflow="fold", min_width=12)
+        drawn.add_column("samples of", overflow="fold")
+        comparing = ("win rate", "sign test") if compared else ()
+        for heading in ("mean", *(f"pass@{k}" for k in ks), *comparing, "scored"):
+            drawn.add_column(heading, justify="right")
+        for figure in self.figures:
+            against = figure.against
+            comparison = [shown(against.wins), f"p = {against.p:.3g}"] if against else ["–", "–"]
+            drawn.add_row(
+                figure.measure,
+                f"{figure.scorer['name']}\n{figure.scorer['hash'][:12]}",
+                figure.group.encode(errors="replace").decode() or "all",
+                shown(figure.mean),
+                *(shown(figure.passes.get(k)) for k in ks),
+                *(comparison if compared else ()),
+                coverage(figure),
+            )
+        return drawn
 
 
 async def evaluate_rows(
@@ -381,31 +401,6 @@ def _results(
     return results
 
 
-def table(computed: Sequence[Figure], caption: str) -> Table:
-    """The figures as a table: a row for each measure of each group."""
-    drawn = Table(caption=caption, title_justify="left")
-    drawn.add_column("measure")
-    ks = sorted({k for figure in computed for k in figure.passes})
-    compared = any(figure.against for figure in computed)
-    drawn.add_column("scorer", overflow="fold", min_width=12)
-    drawn.add_column("samples of", overflow="fold")
-    for heading in ("mean", *(f"pass@{k}" for k in ks), *(("win rate", "sign test") if compared else ()), "scored"):
-        drawn.add_column(heading, justify="right")
-    for figure in computed:
-        against = figure.against
-        comparison = [shown(against.wins), f"p = {against.p:.3g}"] if against else ["–", "–"]
-        drawn.add_row(
-            figure.measure,
-            f"{figure.scorer['name']}\n{figure.scorer['hash'][:12]}",
-            figure.group.encode(errors="replace").decode() or "all",
-            shown(figure.mean),
-            *(shown(figure.passes.get(k)) for k in ks),
-            *(comparison if compared else ()),
-            coverage(figure),
-        )
-    return drawn
-
-
 def shown(interval: Interval | None) -> str:
     """A mean with its bounds; a dash for none."""
     if interval is None:
@@ -419,11 +414,6 @@ def coverage(figure: Figure) -> str:
     lines = [f"{figure.scored} of {figure.scored + sum(figure.unscored.values())}"]
     lines += [f"{count} {outcome.replace('_', ' ')}" for outcome, count in figure.unscored.items()]
     return "\n".join(lines)
-
-
-def key_in(variable: str) -> str | None:
-    """The endpoint's key in an environment variable; None if it is unset or empty."""
-    return os.environ.get(variable, "").strip() or None
 
 
 def fields_of(given: Sequence[str]) -> dict[str, Any]:
