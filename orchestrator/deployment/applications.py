@@ -1,6 +1,7 @@
 """The services' sections of the YAML file: `applications:`, each with its `args:` and `deployments:`."""
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,10 +126,9 @@ def _wrong_names(applications: Sequence[Application], needed: Mapping[str, str])
 
 
 def _wrong_args(application: Application, where: str) -> list[str]:
-    path = str(application.get("import_path"))
-    service = _BY_PATH.get(path)
+    service = service_of(application)
     if service is None:
-        ours = path.startswith("services.")
+        ours = str(application.get("import_path")).startswith("services.")
         return [f"{where}.import_path: not a service of Quartet; those are {', '.join(_BY_PATH)}"] if ours else []
     try:
         service.config.parse(application.get("args") or {}, f"{where}.args")
@@ -197,7 +197,7 @@ def failure_of(application: Mapping[str, Any]) -> str:
 def hindrance(application: Mapping[str, Any] | None) -> str:
     """Serve's own words, in one line, on what an application that starts is waiting for; empty if it says nothing."""
     told = [text for text in _errors(application or {}) if not _SLOW.match(text)]
-    return _shortened(" ".join("; ".join(told).split()))
+    return textwrap.shorten("; ".join(told), _CHARACTERS, placeholder=" ...")
 
 
 def _errors(application: Mapping[str, Any]) -> list[str]:
@@ -218,7 +218,3 @@ def _error(message: str) -> str:
     if end is None:
         return lines[-1].strip()
     return "\n".join([_CLASS.sub("", lines[end]), *lines[end + 1 :]][:_LINES]).rstrip()
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} ..."

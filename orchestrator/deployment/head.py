@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orchestrator.deployment import processes
 from orchestrator.deployment.listeners import free_ports
-from orchestrator.deployment.privacy import compiled_folder, without_token
+from orchestrator.deployment.privacy import compiled_folder
 from quartet.config.base import IDLE_THREADS_SLEEP
 from quartet.config.functions import VARIABLE as FUNCTIONS
 from quartet.security.file_limit import raise_file_limit
@@ -119,4 +119,6 @@ def _environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     # Nor is the current folder put on PYTHONPATH, where its modules would hide those of Python, Ray and Quartet.
-    return defaults | without_token(dict(os.environ)) | {FUNCTIONS: str(Path.cwd())}
+    environment = defaults | os.environ | {FUNCTIONS: str(Path.cwd())}
+    environment.pop("RAY_AUTH_TOKEN", None)  # which Ray would prefer to the one in the file
+    return environment

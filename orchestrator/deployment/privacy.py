@@ -125,8 +125,3 @@ def environment(token: Path, folder: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-
-
-def without_token(variables: dict[str, str]) -> dict[str, str]:
-    """The variables without a token that Ray would prefer to the one in the file."""
-    return {name: value for name, value in variables.items() if name != "RAY_AUTH_TOKEN"}

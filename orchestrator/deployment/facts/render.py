@@ -29,8 +29,6 @@ _OF_KEYS = {
 }
 """Key at the start of a line -> a remark behind it, the first time."""
 _WIDTH = 110
-_IN_LINES = {"grpc_options"}
-"""Sections whose lists have an entry a line."""
 _KEYS = """
 docs/configuration.md has the keys of each service's `args:`, of `orchestrator:` and of `security:`; all others are
 Ray Serve's own."""
@@ -68,18 +66,17 @@ def _rendered(raw: Mapping[str, Any], head: str) -> str:
     parts = ["".join(f"# {line}".rstrip() + "\n" for line in head.splitlines())]
     for name, section in raw.items():
         if name != "applications":
-            parts.append(_text({name: section}, in_lines=name in _IN_LINES))
+            parts.append(_text({name: section}, in_lines=name == "grpc_options"))
             continue
         lines = "applications:\n"
         for application in section:
-            described = _OF_SERVICES.get(str(application.get("name")))
-            lines += (f"\n  # {described}\n" if described else "\n") + indent(_text([application]), "  ")
+            lines += f"\n  # {_OF_SERVICES[application['name']]}\n" + indent(_text([application]), "  ")
         parts.append(lines)
     return _remarked("\n".join(parts))
 
 
 def _text(value: Any, in_lines: bool = False) -> str:
-    # None: a mapping or list of plain values only is written in one line.
+    # None: a mapping or list of plain values only is written in one line; else each entry has its own.
     flow = False if in_lines else None
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=_WIDTH
