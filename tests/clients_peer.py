@@ -46,28 +46,6 @@ def by_inspect(url: str, key: str, model: str, folder: str, **_: Any) -> Any:
     return {"status": log.status, "text": log.samples[0].output.completion}
 
 
-def by_anthropic(url: str, key: str, model: str, said: Any, **_: Any) -> Any:
-    from anthropic import Anthropic, BadRequestError
-
-    client = Anthropic(base_url=url.removesuffix("/v1"), auth_token=key)
-    # The library has no `top_k` any more.
-    asks: dict[str, Any] = {"model": model, "messages": said, "max_tokens": 8, "extra_body": {"top_k": 1}}
-    whole = client.messages.create(**asks)
-    with client.messages.stream(**asks) as stream:
-        streamed = stream.get_final_message()
-    history = [*said, {"role": "assistant", "content": whole.content}, *said]
-    counted = client.messages.count_tokens(model=model, messages=history).input_tokens
-    try:
-        client.messages.create(**asks | {"tool_choice": {"type": "any"}})
-    except BadRequestError as error:
-        refused = error.body
-    return {
-        **{"text": [each.text for each in whole.content], "streamed": [each.text for each in streamed.content]},
-        **{"version": whole.policy_version, "usage": whole.usage.input_tokens, "reason": streamed.stop_reason},
-        **{"counted": counted, "refused": refused},
-    }
-
-
 def by_verifiers(url: str, key: str, model: str, tokenizer: str, **_: Any) -> Any:
     """Two turns by verifiers' client for training, with which prime-rl trains: it sends and takes tokens. And one by
     its client for evaluation, which passes an agent's requests on."""
@@ -107,7 +85,6 @@ def by_verifiers(url: str, key: str, model: str, tokenizer: str, **_: Any) -> An
 CLIENTS: dict[str, Any] = {
     "litellm": by_litellm,
     "inspect": by_inspect,
-    "anthropic": by_anthropic,
     "verifiers": by_verifiers,
 }
 

@@ -19,7 +19,7 @@ from tests.installed import installed
 
 pytestmark = pytest.mark.exhaustive
 PEER = Path(__file__).parents[1] / "clients_peer.py"
-LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "anthropic==2.14.0", "torch==2.13.0")
+LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "torch==2.13.0")
 VERIFIERS = ("verifiers==0.4.0",)
 """Takes an older library of OpenAI's than inspect-ai does."""
 AS_MEAN = {"aggregation": "mean", "higher_is_better": True}
@@ -79,26 +79,6 @@ async def test_litellm(quartet: Quartet, python: Path, named: dict[str, str]) ->
 async def test_inspect(quartet: Quartet, python: Path, named: dict[str, str]) -> None:
     got, choice = by("inspect", python, named), await directly(quartet)
     assert (got["status"], got["text"]) == ("success", choice["message"]["content"])
-
-
-async def test_anthropics_library(quartet: Quartet, python: Path, named: dict[str, str]) -> None:
-    choice: Any = {}
-    for number in range(8, 40):  # until there is one to which the model says something
-        said = [{"role": "user", "content": f"w{number}"}]
-        body = {"messages": said, "max_tokens": 8, "top_k": 1, "return_token_ids": True}
-        reply = (await ask(quartet.http, "/rollout/v1/chat/completions", body, bearer(quartet.token))).json
-        [choice] = reply["choices"]
-        if choice["message"]["content"]:
-            break
-    got = by("anthropic", python, named | {"said": said})
-    assert got["text"] == got["streamed"] == [choice["message"]["content"]]
-    assert (got["version"], got["usage"]) == (reply["policy_version"], len(reply["prompt_token_ids"]))
-    assert got["reason"] == {"length": "max_tokens", "stop": "end_turn"}[choice["finish_reason"]]
-    again = {"messages": [*said, choice["message"], *said]}
-    counted = (await ask(quartet.http, "/rollout/tokenize", again, bearer(quartet.token))).json["count"]
-    assert got["counted"] == counted > got["usage"]
-    assert got["refused"]["error"]["type"] == "invalid_request_error"
-    assert "tool_choice: should be auto or none" in got["refused"]["error"]["message"]
 
 
 async def test_verifiers_clients(quartet: Quartet, tmp_path: Path, named: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import numpy as np
 import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
@@ -290,6 +291,38 @@ async def test_hostile_chats_of_a_session_get_a_reason(quartet: Quartet, session
     for body in HOSTILE_CHATS:
         got = await ask(quartet.http, f"/rollout{CHAT}", body, bearer(session[1]))
         assert 400 <= got.status < 500, (str(body)[:200], got.status, got.body[:300])
+
+
+async def test_anthropics_library(quartet: Quartet, base: Any) -> None:
+    """The same answer as by OpenAI's protocol, whole and streamed."""
+    async with anthropic.AsyncAnthropic(
+        base_url=f"http://127.0.0.1:{quartet.http}/rollout", auth_token=quartet.token
+    ) as client:
+        said: Any = []
+        for number in range(8, 40):  # until there is one to which the model says something
+            said = [{"role": "user", "content": f"w{number}"}]
+            body = {"messages": said, "max_tokens": 8, "top_k": 1, "return_token_ids": True}
+            reply = (await asked(quartet, CHAT, body)).json
+            [choice] = reply["choices"]
+            if choice["message"]["content"]:
+                break
+        # The library has no `top_k` any more.
+        asks: Any = {"model": reply["model"], "messages": said, "max_tokens": 8, "extra_body": {"top_k": 1}}
+        message: Any = await client.messages.create(**asks)
+        async with client.messages.stream(**asks) as stream:
+            streamed: Any = await stream.get_final_message()
+        for got in (message, streamed):
+            assert [block.text for block in got.content] == [choice["message"]["content"]]
+            assert got.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[choice["finish_reason"]]
+        assert message.policy_version == reply["policy_version"]
+        prompt = len(reply["prompt_token_ids"])
+        assert (message.usage.input_tokens, message.usage.output_tokens) == (prompt, len(choice["token_ids"]))
+        history = [*said, {"role": "assistant", "content": message.content}, *said]
+        counted = await client.messages.count_tokens(model=reply["model"], messages=history)
+        again = {"messages": [*said, choice["message"], *said]}
+        assert counted.input_tokens == (await asked(quartet, "/tokenize", again)).json["count"] > prompt
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice: should be auto or none"):
+            await client.messages.create(**asks, tool_choice={"type": "any"})
 
 
 async def test_a_client_that_leaves_ends_its_requests(quartet: Quartet, client: AsyncOpenAI) -> None:

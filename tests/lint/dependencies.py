@@ -36,7 +36,7 @@ USED_INDIRECTLY = {
 }
 TOOLS = {"mypy", "pre-commit", "pytest-asyncio", "pytest-timeout", "ruff"}
 """Distributions that are commands or plugins of pytest."""
-IN_ANOTHER_ENVIRONMENT = {"anthropic", "fastmcp", "inspect_ai", "litellm", "openenv", "renderers", "trl", "verifiers"}
+IN_ANOTHER_ENVIRONMENT = {"fastmcp", "inspect_ai", "litellm", "openenv", "renderers", "trl", "verifiers"}
 """Distributions that a benchmark or a test needs in a virtual environment of its own."""
 
 
