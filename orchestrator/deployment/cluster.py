@@ -49,7 +49,7 @@ class Cluster:
 
     pid: int
     created: float
-    """Start time of the process, to tell it from a later process with the same pid."""
+    """Seconds from the machine's start to that of the process, to tell it from a later one with the same pid."""
     address: str
     """host:port of the GCS, for ray.init."""
     dashboard: str

@@ -36,7 +36,6 @@ several parts instead."""
 def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
     """Models whose token ids differ in meaning from the policy's."""
     expected, vocabulary = tokenizer_hash(tokenizer), vocabulary_size(tokenizer)
-    of_run = partial(scorers_of_run, deployment.orchestrator)
     for field, path in models_of_run(deployment):
         model = load_model_config(path)
         if model is not None and (entries := int(model.get_text_config().vocab_size)) < vocabulary:
@@ -44,7 +43,7 @@ def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
                 f"{field}: {path} has {entries} entries in its vocabulary, but the tokenizer of {POLICY_FIELD} "
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
-    for field, path in [*models_of_run(deployment), *_tokenizers(deployment, of_run)]:
+    for field, path in [*models_of_run(deployment), *_tokenizers(deployment, deployment.orchestrator)]:
         try:
             digest = tokenizer_hash(load_tokenizer(path))
         except ConfigError:
@@ -58,23 +57,22 @@ def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
 
 def models(deployment: ServicesFile) -> Iterator[tuple[str, str]]:
     """(field, folder) of every model in the file that reads or writes tokens."""
-    return ((field, path) for field, path, _ in _needed(deployment, all_scorers))
+    return ((field, path) for field, path, _ in _needed(deployment))
 
 
 def models_of_run(deployment: Deployment) -> Iterator[tuple[str, str]]:
     """The same without those of scorers that the run does not ask."""
-    return ((field, path) for field, path, _ in _needed(deployment, partial(scorers_of_run, deployment.orchestrator)))
+    return ((field, path) for field, path, _ in _needed(deployment, deployment.orchestrator))
 
 
-def all_scorers(name: str, section: RewardConfig) -> Mapping[str, Hosted]:
-    """The scorers of the reward application of this name."""
-    return section.hosted
-
-
-def scorers_of_run(config: OrchestratorConfig, name: str, section: RewardConfig) -> Mapping[str, Hosted]:
-    """The scorers of a reward application that the run may ask: that without a name, or that of the run's name."""
-    used, hosted = config.services.reward, section.hosted
-    ours = used.target in (None, config.target) and name == (used.application or "reward")
+def scorers_asked(run: OrchestratorConfig | None, name: str, section: RewardConfig) -> Mapping[str, Hosted]:
+    """The scorers of a reward application that the run may ask: that without a name, or that of the run's name. All,
+    where no run is given."""
+    hosted = section.hosted
+    if run is None:
+        return hosted
+    used = run.services.reward
+    ours = used.target in (None, run.target) and name == (used.application or "reward")
     return {
         scorer: each
         for scorer, each in hosted.items()
@@ -82,11 +80,10 @@ def scorers_of_run(config: OrchestratorConfig, name: str, section: RewardConfig)
     }
 
 
-_Scorers = Callable[[str, RewardConfig], Mapping[str, Hosted]]
-
-
-def _needed(deployment: ServicesFile, which: _Scorers) -> Iterator[tuple[str, str, Callable[[str], object]]]:
-    """The same, each with the check of the weights that it needs; of reward applications those of some scorers."""
+def _needed(
+    deployment: ServicesFile, run: OrchestratorConfig | None = None
+) -> Iterator[tuple[str, str, Callable[[str], object]]]:
+    """(field, folder, check of the weights) of every model; of scorers, those that the run asks if one is given."""
     if isinstance(deployment, Deployment):
         yield POLICY_FIELD, deployment.orchestrator.policy.model, _check_causal
     for name, section in deployment.services.items():
@@ -96,7 +93,7 @@ def _needed(deployment: ServicesFile, which: _Scorers) -> Iterator[tuple[str, st
         elif isinstance(section, CriticConfig):
             yield f"{where}.model", section.model, _check_body
         elif isinstance(section, RewardConfig):
-            for field, scorer in scorers(which(name, section), where):
+            for field, scorer in scorers(scorers_asked(run, name, section), where):
                 if isinstance(scorer, ModelScorerConfig):
                     yield f"{field}.model", scorer.model, check_scalar
 
@@ -109,7 +106,7 @@ def broken_models(deployment: ServicesFile) -> Iterator[str]:
     """Models whose configuration cannot be read, or whose weights are missing, incomplete, or those of a model for
     something else; each once."""
     seen = set()
-    for field, path, check in _needed(deployment, all_scorers):
+    for field, path, check in _needed(deployment):
         if (path, check) in seen:
             continue
         seen.add((path, check))
@@ -125,7 +122,7 @@ def broken_models(deployment: ServicesFile) -> Iterator[str]:
 
 def broken_tokenizers(deployment: ServicesFile) -> Iterator[str]:
     """Tokenizers that do not load, each once; all services tell a run which one they have."""
-    every = [*models(deployment), *_tokenizers(deployment, all_scorers)]
+    every = [*models(deployment), *_tokenizers(deployment)]
     for path, field in {path: field for field, path in reversed(every)}.items():
         try:
             load_tokenizer(path)
@@ -137,10 +134,9 @@ def unlike_tokenizers(deployment: ServicesFile) -> Iterator[str]:
     """Models of named scorers whose tokenizer is not the one that the scorer is given; those of a run's scorer
     without a name are compared with the policy's."""
     for name, section in deployment.services.items():
-        named = (
-            {key: each for key, each in section.hosted.items() if key} if isinstance(section, RewardConfig) else {}
-        )
-        for scorer, hosted in named.items():
+        for scorer, hosted in section.hosted.items() if isinstance(section, RewardConfig) else ():
+            if not scorer:
+                continue
             for field, part in scorers({scorer: hosted}, f"applications.{name}.args"):
                 if not isinstance(part, ModelScorerConfig) or hosted.tokenizer in (None, part.model):
                     continue
@@ -153,13 +149,13 @@ def unlike_tokenizers(deployment: ServicesFile) -> Iterator[str]:
                         )
 
 
-def _tokenizers(deployment: ServicesFile, which: _Scorers) -> Iterator[tuple[str, str]]:
-    """(field, folder) of folders of which only the tokenizer is used, by some scorers."""
+def _tokenizers(deployment: ServicesFile, run: OrchestratorConfig | None = None) -> Iterator[tuple[str, str]]:
+    """(field, folder) of folders of which scorers use the tokenizer alone: all, or those that the run asks."""
     for name, section in deployment.services.items():
         if not isinstance(section, RewardConfig):
             continue
         where = f"applications.{name}.args"
-        for scorer, hosted in which(name, section).items():
+        for scorer, hosted in scorers_asked(run, name, section).items():
             if hosted.scorer.tokenizer:
                 yield f"{where}.{field_of(scorer)}.tokenizer", hosted.scorer.tokenizer
             elif section.tokenizer:

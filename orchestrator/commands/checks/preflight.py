@@ -28,7 +28,7 @@ from orchestrator.commands.checks.models import (
     load_model_config,
     models_of_run,
     other_tokenizers,
-    scorers_of_run,
+    scorers_asked,
 )
 from orchestrator.commands.checks.startable import decided_here, sums_of, unfit_learner, unstartable
 from orchestrator.config.data import EVAL
@@ -231,5 +231,5 @@ def _longest(config: OrchestratorConfig, name: str, section: Config) -> Iterator
     if isinstance(section, RolloutConfig):
         yield "max_length", section.longest(DEFAULT_LENGTH)
     elif isinstance(section, RewardConfig):
-        for scorer, hosted in scorers_of_run(config, name, section).items():
+        for scorer, hosted in scorers_asked(config, name, section).items():
             yield f"{field_of(scorer)}.max_length" if hosted.scorer.max_length else "max_length", hosted.max_length
