@@ -65,7 +65,7 @@ def connect(file: str | Path, purpose: Purpose = Purpose.EVALUATION) -> "Service
     connect at the first call, and `await services.close()` ends them."""
     from orchestrator.clients import Services
 
-    return Services.connect(Deployment.load(Path(file)).orchestrator, purpose)
+    return Services.connect(Deployment.load(file).orchestrator, purpose)
 
 
 def evaluate(
@@ -86,7 +86,7 @@ def evaluate(
     """
     from orchestrator.commands.evaluate import evaluate_model
 
-    deployment, path = Deployment.load(Path(file)), None if output is None else Path(output)
+    deployment, path = Deployment.load(file), None if output is None else Path(output)
     return _alone(lambda: tasks.run(evaluate_model(deployment, str(model), split, path, note=note)))
 
 
@@ -141,7 +141,7 @@ class Training:
         Raises:
             ConfigError: the file is wrong.
         """
-        self._deployment = Deployment.load(Path(file))
+        self._deployment = Deployment.load(file)
         self._options = {
             "overwrite": overwrite,
             "resume": resume,

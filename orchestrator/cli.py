@@ -47,6 +47,8 @@ app = typer.Typer(
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file, of facts or whole, such as deploy/ppo.yaml.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace an earlier run of the same name.")]
+Resume = Annotated[bool, typer.Option(help="Continue an earlier run of the same name from its last checkpoint.")]
 
 
 def _say(text: str) -> None:
@@ -168,10 +170,8 @@ def render(config: Annotated[Path, typer.Argument(help="The YAML file of facts, 
 @app.command()
 def train(
     config: ConfigFile,
-    overwrite: Annotated[bool, typer.Option(help="Replace an earlier run of the same name.")] = False,
-    resume: Annotated[
-        bool, typer.Option(help="Continue an earlier run of the same name from its last checkpoint.")
-    ] = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
     accept_changed_services: Annotated[
         bool, typer.Option(help="Resume although services hold other models than at the checkpoint.")
     ] = False,
@@ -180,8 +180,7 @@ def train(
     ] = False,
 ) -> None:
     """Train with PPO through the services that are up."""
-    if overwrite and resume:
-        raise ConfigError("--overwrite starts again and --resume continues; give one of them")
+    _refuse_both(overwrite, resume)
     from orchestrator.deployment import cluster
 
     # Must come before Ray is imported, which then fixes its own address and its token.
@@ -210,18 +209,20 @@ def train(
     _say(f"metrics are in {folder}, the trained policy is in {policy_folder(deployment.orchestrator)}")
 
 
+def _refuse_both(overwrite: bool, resume: bool) -> None:
+    if overwrite and resume:
+        raise ConfigError("--overwrite starts again and --resume continues; give one of them")
+
+
 def _training(name: str) -> Callable[..., None]:
     """The command of a training on examples, by its row."""
 
     def command(
         config: Annotated[Path, typer.Argument(help=f"The YAML file, such as {name}.yaml.")],
-        overwrite: Annotated[bool, typer.Option(help="Replace an earlier run of the same name.")] = False,
-        resume: Annotated[
-            bool, typer.Option(help="Continue an earlier run of the same name from its last checkpoint.")
-        ] = False,
+        overwrite: Overwrite = False,
+        resume: Resume = False,
     ) -> None:
-        if overwrite and resume:
-            raise ConfigError("--overwrite starts again and --resume continues; give one of them")
+        _refuse_both(overwrite, resume)
         # Imported here for the same reason as in `check`.
         from orchestrator.commands.supervised import TrainingFile, fit
         from orchestrator.monitoring.progress import make_progress
