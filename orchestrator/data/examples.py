@@ -213,14 +213,14 @@ def _parts(chat: Chat, written: Iterator[tuple[str, Ints]], tokenizer: Any, ends
     return parts if parts[-1][0] else parts[:-1]  # from what comes after the last reply nothing is learned
 
 
-def texts_as_parts(
-    prompts: Sequence[str], answers: Sequence[str], tokenizer: Any, *, append_eos: bool
-) -> list[list[Part]]:
+def texts_as_parts(texts: Sequence[tuple[str, str]], tokenizer: Any, *, append_eos: bool) -> list[list[Part]]:
     """The token ids of prompts, special tokens included, and of their answers, which are trained on."""
     if append_eos and tokenizer.eos_token_id is None:
         raise ConfigError("data.append_eos: the tokenizer has no end token; set it to false, or use a template")
     end = np.asarray([tokenizer.eos_token_id] if append_eos else [], np.int32)
-    both = zip(_tokenised(prompts, tokenizer, specials=True), _tokenised(answers, tokenizer), strict=True)
+    prompts = _tokenised([prompt for prompt, _ in texts], tokenizer, specials=True)
+    answers = _tokenised([answer for _, answer in texts], tokenizer)
+    both = zip(prompts, answers, strict=True)
     return [[(False, prompt), (True, np.concatenate([answer, end]))] for prompt, answer in both]
 
 

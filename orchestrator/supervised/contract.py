@@ -5,7 +5,7 @@ docstring, which the user reads. `sft.py` is one.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -14,7 +14,7 @@ from pydantic import NonNegativeInt
 from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.config.data import SplitsConfig
 from orchestrator.config.run import LogConfig, RunName
-from orchestrator.data.examples import Examples
+from orchestrator.data.examples import Examples, Part, Row, answered_chat, chats_as_parts, texts_as_parts
 from quartet.columns import Columns
 from quartet.config.base import ConfigError, Count, ModelPath, Seed
 from quartet.config.learner import LearnerConfig
@@ -39,6 +39,17 @@ class ExamplesConfig(SplitsConfig):
     append_eos: bool = True
     """End each answer that is a text with the tokenizer's end token, by which the model learns to stop. False: texts
     hold it themselves, where they end. A chat template writes its own."""
+
+    def parts(
+        self, rows: Sequence[Row], answers: Sequence[str], tokenizer: Any, ends: Sequence[int]
+    ) -> list[list[Part]]:
+        """The token ids of each row's prompt with each of its answers, which are in these columns."""
+        both = [(row, answer) for row in rows for answer in answers]
+        if self.chat_template:
+            chats = [answered_chat(row, self.input_key, answer) for row, answer in both]
+            return chats_as_parts(chats, tokenizer, ends)
+        texts = [(row.text(self.input_key), row.text(answer)) for row, answer in both]
+        return texts_as_parts(texts, tokenizer, append_eos=self.append_eos)
 
     def _problems(self) -> Iterator[str]:
         if self.chat_template and not self.append_eos:

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import NonNegativeFloat
 
-from orchestrator.data.examples import (
-    Examples,
-    Part,
-    Row,
-    answered_chat,
-    chats_as_parts,
-    examples,
-    rows_of,
-    texts_as_parts,
-)
+from orchestrator.data.examples import Examples, Part, Row, examples, rows_of
 from orchestrator.evaluation.intervals import win_rate
 from orchestrator.supervised.contract import ExamplesConfig, Supervised
 from quartet.columns import Columns
@@ -63,13 +54,7 @@ class RewardModel(Supervised):
         keys = {"input_key": data.input_key, "chosen_key": sides[0], "rejected_key": sides[1]}
         rows = rows_of(data, split, keys | {"margin_key": data.margin_key})
         margins = [row.number_in(data.margin_key) if data.margin_key else 0.0 for row in rows]
-        if data.chat_template:
-            chats = [answered_chat(row, data.input_key, side) for row in rows for side in sides]
-            parts = chats_as_parts(chats, tokenizer, ends)
-        else:
-            prompts = [row.text(data.input_key) for row in rows for _ in sides]
-            answers = [row.text(side) for row in rows for side in sides]
-            parts = texts_as_parts(prompts, answers, tokenizer, append_eos=data.append_eos)
+        parts = data.parts(rows, sides, tokenizer, ends)
         for row, chosen, rejected in zip(rows, parts[::2], parts[1::2], strict=True):
             _check_different(row, chosen, rejected, sides)
 

@@ -4,15 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from orchestrator.data.examples import (
-    Examples,
-    answered_chat,
-    chats_as_parts,
-    examples,
-    rows_of,
-    texts_as_parts,
-    whole_chat,
-)
+from orchestrator.data.examples import Examples, chats_as_parts, examples, rows_of, whole_chat
 from orchestrator.evaluation.intervals import ratio_interval
 from orchestrator.supervised.contract import ExamplesConfig, Supervised
 from quartet.columns import Columns
@@ -71,13 +63,7 @@ class SFT(Supervised):
             parts = chats_as_parts(chats, tokenizer, ends)
         else:
             rows = rows_of(data, split, {"input_key": data.input_key, "response_key": data.response_key})
-            if data.chat_template:
-                chats = [answered_chat(row, data.input_key, data.response_key) for row in rows]
-                parts = chats_as_parts(chats, tokenizer, ends)
-            else:
-                texts = [(row.text(data.input_key), row.text(data.response_key)) for row in rows]
-                prompts, answers = [prompt for prompt, _ in texts], [answer for _, answer in texts]
-                parts = texts_as_parts(prompts, answers, tokenizer, append_eos=data.append_eos)
+            parts = data.parts(rows, [data.response_key], tokenizer, ends)
         return examples(split, rows, parts, max_length=self.max_length, vocabulary=vocabulary)
 
     def load(self) -> "nn.Module":
