@@ -157,7 +157,8 @@ def start(
     Raises:
         ClusterError: Ray did not come up in time; the message holds the end of its log.
         PortError: the head listens beyond this machine.
-        ConfigError: the folder of the record, or the record, may be another user's work.
+        ConfigError: the folder of the record, or the record, may be another user's work; or the head's files cannot
+            be in RAY_TMPDIR.
     """
     if not os.path.lexists(state.parent):
         state.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -204,10 +205,7 @@ def _launch(
     say: Say, state: Path, log: Path, promised: Collection[int], variables: Mapping[str, str]
 ) -> "tuple[Cluster, subprocess.Popen[bytes]]":
     secret = secrets.token_hex(32)
-    try:
-        folder = privacy.make_folder(secret)
-    except ValueError as error:
-        raise ClusterError(str(error)) from None
+    folder = privacy.make_folder(secret)
     token, ports = state.with_name(TOKEN), Ports.free(promised)
     privacy.write_token(token)
     say(f"starting a Ray head at 127.0.0.1:{ports.gcs}")

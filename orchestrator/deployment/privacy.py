@@ -29,19 +29,19 @@ def make_folder(secret: str) -> Path:
     The folder lies in RAY_TMPDIR, or in /tmp if that is unset. A file in it holds the head's secret.
 
     Raises:
-        ValueError: the path is too long for sockets, or no folder can be made there.
+        ConfigError: the path is too long for sockets, or no folder can be made there.
     """
     place = _place()
     try:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             f"RAY_TMPDIR: no folder can be made in {place}: {error.strerror}; it should be a folder that this user "
             "can write to, or unset for /tmp"
         ) from None
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
         folder.rmdir()
-        raise ValueError(
+        raise ConfigError(
             f"RAY_TMPDIR: {folder.parent} is too long for the sockets that Ray makes in it; "
             f"it should have at most {LONGEST_FOLDER - len(folder.name) - 1} bytes"
         )

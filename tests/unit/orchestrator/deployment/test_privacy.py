@@ -21,6 +21,7 @@ from orchestrator.deployment.privacy import (
     make_folder,
     write_token,
 )
+from quartet.config.base import ConfigError
 from tests.strangers import own_address
 
 HOLD = "import sys, time; from pathlib import Path; from orchestrator.deployment.lock import held\n" + (
@@ -57,7 +58,7 @@ def test_a_folder_that_is_too_long_is_refused_by_the_variable_that_sets_it(
     long = tmp_path / ("x" * LONGEST_FOLDER)
     long.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(long))
-    with pytest.raises(ValueError, match=r"^RAY_TMPDIR: .* is too long .* should have at most 21 bytes$"):
+    with pytest.raises(ConfigError, match=r"^RAY_TMPDIR: .* is too long .* should have at most 21 bytes$"):
         make_folder("secret")
     assert list(long.iterdir()) == []
 
@@ -78,7 +79,7 @@ def test_a_place_without_room_for_a_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / name))
-    with pytest.raises(ValueError, match=rf"^RAY_TMPDIR: no folder can be made in .*/{name}: No such file"):
+    with pytest.raises(ConfigError, match=rf"^RAY_TMPDIR: no folder can be made in .*/{name}: No such file"):
         make_folder("secret")
 
 
