@@ -59,10 +59,7 @@ def derived(raw: Mapping[str, Any], path: str | Path, pinned: Pinned | None = No
     pinned = pinned or Pinned.beside(Path(path))
     if not TELLING & raw.keys():
         alone = scorers.ScorersFacts.parse({key: value for key, value in raw.items() if key != "shared"}, "")
-        try:
-            return scorers.derive(_fetched_scorers(alone, pinned), _model_at)
-        except ConfigError as error:
-            raise ConfigError(scorers.stated(str(error))) from None
+        return scorers.derive(_fetched_scorers(alone, pinned), _model_at)
     facts = fetched(Facts.of(raw), pinned)
     try:
         return derive(facts, _model_at)
