@@ -86,8 +86,10 @@ def staleness(version: int, collected: Collected) -> dict[str, float]:
 
 def turns(collected: Collected) -> dict[str, float]:
     """Responses of a conversation, its sequences where some have several, and the rewards of its turns where there
-    are some."""
-    columns, rewards = collected.columns, collected.columns["turn_rewards"]
+    are some. Nothing in a run without conversations."""
+    columns = collected.columns
+    if (rewards := columns.get("turn_rewards")) is None:
+        return {}
     several = {"sequences/mean": len(columns.sequence_lengths) / len(columns)} if columns.begins is not None else {}
     earned = {"reward/turns": float(rewards.sum()) / len(columns)} if rewards.any() else {}
     return {"turns/mean": float(columns["turn"].mean())} | several | earned

@@ -10,6 +10,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.evaluation.evaluator import Evaluator
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.checks import check_ages, check_own_logprobs
+from orchestrator.experience.experience import Collected
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import Stream
 from orchestrator.learners import Learner, Update
@@ -120,12 +121,11 @@ class Trainer:
         done = self._advanced(state, batch, estimate, distance, learned)
         with report.stage("publish"):
             await publishing.publish(done.policy_version)
-        report.add(estimate.metrics | distance.metrics | learned | ledger(state, done, batch.collected))
-        report.add(staleness(state.policy_version, batch.collected))
-        report.add(turns(batch.collected) if self._config.conversation else {})
-        report.add(process(batch.collected))
-        report.add(calls(batch.collected) if self._config.environment else {})
-        report.add(speeds(batch.collected, report.seconds("train"), self._config.algorithm.epochs))
+        collected = batch.collected
+        report.add(estimate.metrics | distance.metrics | learned | ledger(state, done, collected))
+        report.add(staleness(state.policy_version, collected) | turns(collected) | process(collected))
+        report.add(calls(collected) if self._config.environment else {})
+        report.add(speeds(collected, report.seconds("train"), self._config.algorithm.epochs))
         if self._evaluator and self._is_evaluated(done.step):
             with report.stage("publish"):
                 await publishing.settled()
@@ -186,23 +186,23 @@ class Trainer:
             numbers.update(collected.trained_numbers)
         check_ages(collected.columns, step, version, self._config.loop.max_staleness)
         await publishing.rest()
-        batch = Batch.of(collected, algorithm.oldest_trained(version), algorithm.chosen(collected.outcomes))
         with report.stage("logprobs"):
             async with asyncio.TaskGroup() as group:
                 valued = group.create_task(stream.complete(step, collected, critic_step=state.critic_step))
-                own = group.create_task(self._old_logprobs(batch, step))
-        whole = valued.result()
-        if (old_logprobs := own.result()) is not None:
-            check_own_logprobs([old_logprobs])
-            whole = whole.with_sampled(old_logprobs=old_logprobs)
-        return Batch.of(whole, batch.oldest_trained, batch.chosen)
+                own = group.create_task(self._old_logprobs(collected, step))
+        whole = valued.result().with_sampled(**own.result())
+        return Batch.of(whole, algorithm.oldest_trained(version), algorithm.chosen(collected.outcomes))
 
-    async def _old_logprobs(self, batch: Batch, step: int) -> Floats | None:
-        """The policy's own log-probs from before the update, [M]; None where the update computes them itself."""
-        own, algorithm = batch.columns.get("old_logprobs"), self._config.algorithm
-        if own is None and (algorithm.needs_old_logprobs(len(batch)) or not algorithm.trains_policy(step)):
-            own = await self._waits.on("policy").timing("logprobs", self._policy.logprobs(batch.columns))
-        return own
+    async def _old_logprobs(self, collected: Collected, step: int) -> dict[str, Floats]:
+        """The column of the policy's own log-probs from before the update; nothing where the samples have it already,
+        or the update computes it itself."""
+        algorithm = self._config.algorithm
+        needed = algorithm.needs_old_logprobs(len(collected)) or not algorithm.trains_policy(step)
+        if "old_logprobs" in collected.columns or not needed:
+            return {}
+        own = await self._waits.on("policy").timing("logprobs", self._policy.logprobs(collected.columns))
+        check_own_logprobs([own])
+        return {"old_logprobs": own}
 
     async def _distance(self, batch: Batch, version: int) -> Distance:
         """Measures the batch by the policy's log-probs from before the update, which the update may have computed, of
