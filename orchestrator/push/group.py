@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.source import WeightSource
@@ -107,8 +108,4 @@ def _place(report: pb.WeightReport) -> Place:
 
 def _ranks(members: Mapping[str, int]) -> dict[str, int]:
     """The first rank of each replica: the sender is 0, every worker one more."""
-    ranks, rank = {}, 1
-    for replica, workers in members.items():
-        ranks[replica] = rank
-        rank += workers
-    return ranks
+    return dict(zip(members, accumulate(members.values(), initial=1), strict=False))
