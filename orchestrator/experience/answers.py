@@ -100,7 +100,8 @@ class Answers:
     def _encode(self, asked: Sequence[tuple[Any, Turn, str]]) -> list[tuple[Ints, str]]:
         """The token ids and the texts of answers, each with its turn and the place with which errors begin."""
         messages = [(answer, where) for answer, _, where in asked if _is_messages(answer)]
-        rendered = iter(self._follow(messages) if messages else [])
+        answers, places = [answer for answer, _ in messages], [where for _, where in messages]
+        rendered = iter(follow(answers, self._tokenizer, places, self._environment.tools) if messages else [])
         return [(ids, self._text(ids)) for ids in [self._ids(*each, rendered) for each in asked]]
 
     def _ids(self, answer: Any, turn: Turn, where: str, rendered: Iterator[str]) -> Ints:
@@ -125,11 +126,6 @@ class Answers:
         another of the model's own ends, which stands for it. Another stop token, such as the end of a tool's call,
         does not."""
         return end in self._end_ids and (last == end or last in self._own_end_ids)
-
-    def _follow(self, asked: Sequence[tuple[Messages, str]]) -> list[str]:
-        """The text of messages behind a response, each with the place with which errors begin."""
-        messages, places = zip(*asked, strict=True)
-        return follow(messages, self._tokenizer, places, self._environment.tools)
 
     async def _calls(self, conversation: Conversation) -> tuple[Call, ...]:
         """The calls in the last response."""

@@ -145,7 +145,8 @@ class Collector:
         ) -> None:
             """Puts those that are complete, and has those that have no score scored again or dropped."""
             nonlocal missing
-            again = {index for index in unscored if self._is_sent_again(unscored[index], attempt)}
+            retried = attempt < self._config.unscored.retries
+            again = {index for index, each in unscored.items() if retried and each.outcome in MAY_PASS}
             for index in again:
                 group.create_task(later(conversations[index], columns.take([index]), sampled, attempt + 1))
             done = [index for index in range(len(conversations)) if index not in again]
@@ -211,9 +212,6 @@ class Collector:
                     group.create_task(have(self._agents, request))
         if missing:  # as after a task that was cancelled by itself, which the group does not tell of
             raise Internal(f"{missing} of {len(requests)} samples were lost on their way")
-
-    def _is_sent_again(self, unscored: Unscored, attempt: int) -> bool:
-        return unscored.outcome in MAY_PASS and attempt < self._config.unscored.retries
 
     def _drop(self, request: SampleRequest, unscored: Unscored, attempts: int) -> None:
         """Tells the user of a sample that stays without a score; ConfigError unless such ones are dropped."""
