@@ -19,7 +19,7 @@ TRACK_PARTS = {
     "critic": "critic",
     "push": "push",
 }
-"""Track -> part; an environment, which some runs have, is only waited for."""
+"""Track -> part, in the order of a trace; an environment, which some runs have, is only waited for."""
 LOOP = "loop"
 WORKING = "working"
 AWAITED = {

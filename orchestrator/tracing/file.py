@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from orchestrator.tracing.activity import LOOP, TRACK_PARTS
 from orchestrator.tracing.spans import STEPS, Span
 
-TRACKS = (STEPS, "loop", "rollout", "environment", "reward", "reference", "values", "policy", "critic", "push")
+TRACKS = (STEPS, LOOP, *TRACK_PARTS)
 """Tracks from top to bottom; others come below them."""
 _END = b"\n]\n"
 _LANES = 1_000_000
