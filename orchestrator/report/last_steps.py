@@ -40,12 +40,12 @@ def draw_last_steps(trace: Path) -> str:
     )
 
 
-def last_steps(spans: Sequence[Span], count: int = STEPS_DRAWN) -> list[Span]:
-    """The spans of the last `count` steps, fewer if the run went back to a checkpoint between them."""
+def last_steps(spans: Sequence[Span]) -> list[Span]:
+    """The spans of the last STEPS_DRAWN steps, fewer if the run went back to a checkpoint between them."""
     steps = [span for span in spans if span.track == STEPS and "step" in span.args]
     kept: list[Span] = []
     for step in reversed(steps):
-        if len(kept) == count or (kept and kept[0].args["step"] != int(step.args["step"]) + 1):
+        if len(kept) == STEPS_DRAWN or (kept and kept[0].args["step"] != int(step.args["step"]) + 1):
             break
         kept.insert(0, step)
     return kept
