@@ -36,16 +36,12 @@ class Comparison:
     """Two-sided p-value of the sign test of `better` and `worse`."""
 
 
-def bootstrap(values: Sequence[float], resamples: int | None = None) -> Interval:
+def bootstrap(values: Sequence[float]) -> Interval:
     """The mean and its 95 % percentile interval by the bootstrap (Efron and Tibshirani 1993, An Introduction to the
     Bootstrap, chapter 13): bounds are quantiles of the means of samples drawn from the values with replacement.
 
     Responses to one prompt are not independent: give a number for each prompt, [P]. The same values give the same
     bounds, in any order. One value alone has no bounds.
-
-    Args:
-        values: finite numbers, [P].
-        resamples: number of samples drawn; None: RESAMPLES, fewer for many different values.
 
     Raises:
         ValueError: no values, or one that is not finite.
@@ -58,7 +54,7 @@ def bootstrap(values: Sequence[float], resamples: int | None = None) -> Interval
     # How often each different value is drawn follows a multinomial distribution: a thousand zeros and ones cost two
     # draws for a resample, not a thousand.
     different, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
-    number = resamples or min(RESAMPLES, max(_FEWEST, _MOST_DRAWS // len(different)))
+    number = min(RESAMPLES, max(_FEWEST, _MOST_DRAWS // len(different)))
     means: NDArray[np.float64] = np.empty(number)
     generator, step = np.random.default_rng(0), max(1, _AT_ONCE // len(different))
     for begin in range(0, number, step):
