@@ -35,7 +35,7 @@ from orchestrator.experience.source import ExperienceSource
 from orchestrator.learners import CriticLearner, Learner, PolicyLearner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
-from orchestrator.loop.identities import digests, identities, user_identities
+from orchestrator.loop.identities import identities, user_identities
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.loop.watch import watching_certificates, watching_services
@@ -237,7 +237,7 @@ class Run:
                 prover = make_prover(config, policy, infos.rollout.model, self.inputs.distribution.vocabulary)
                 backend = agreed_backend(config.weights.backend, infos.rollout.weight_backend)
                 pusher = WeightPusher(services.rollout, policy, backend, config.weights, prover, spans)
-                journal = self._journal(digests(now))
+                journal = self._journal({place: identity.digest for place, identity in now.items()})
                 checkpoints = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
                 prompts = PromptStream(self.inputs.train.prompts, config.seed, config.algorithm.samples_per_prompt)
                 early = early_logprobs(policy.logprobs) if config.early_logprobs else None

@@ -39,12 +39,13 @@ def end_if_stuck(state: LoopState, config: SnapshotsConfig, last_step: Callable[
     """Raises NotFinite after too many steps in a row that changed nothing; `last_step` is the last checkpoint's."""
     if state.skipped_in_a_row < config.max_skipped_steps:
         return
-    last = last_step()
+    advice = "There is no checkpoint"
+    if (last := last_step()) is not None:
+        advice = f"The last good checkpoint is of step {last}; --resume goes on from there, "
+        advice += "for instance with a lower learning rate"
     raise NotFinite(
         f"step {state.step}: {state.skipped_in_a_row} optimizer steps in a row had a gradient that is not finite "
-        f"(checkpoint.max_skipped_steps: {config.max_skipped_steps}). "
-        + ("There is no checkpoint" if last is None else f"The last good checkpoint is of step {last}; --resume")
-        + ("" if last is None else " goes on from there, for instance with a lower learning rate")
+        f"(checkpoint.max_skipped_steps: {config.max_skipped_steps}). {advice}"
     )
 
 

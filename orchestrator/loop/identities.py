@@ -66,8 +66,3 @@ def changes(
         if was is None or becomes is None or was.digest != becomes.digest:
             lines.append(f"{place}: {was or 'nothing'} {since}, {becomes or 'nothing'} now")
     return lines
-
-
-def digests(known: Mapping[str, PartIdentity]) -> dict[str, str]:
-    """Place -> digest."""
-    return {place: identity.digest for place, identity in known.items()}

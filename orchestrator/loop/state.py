@@ -22,11 +22,6 @@ class Seen(Config):
     total: float = 0.0
     """Sum of their scores."""
 
-    @property
-    def mean(self) -> float:
-        """Their mean score."""
-        return self.total / self.responses
-
 
 class TrainState(Config):
     """The loop's state after `step` steps. Together with the learners it determines the next step: prompts and

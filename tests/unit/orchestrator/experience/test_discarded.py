@@ -230,7 +230,7 @@ async def test_a_whole_run_counts_them_and_goes_on_from_a_checkpoint_bit_for_bit
     rows = [PromptStream(make_prompts(PROMPTS), 0, 1).dealt(number).row for number in range(11)]
     final = straight.checkpoints.states[4].prompts
     # Every prompt that was dealt, discarded or not, once; a fake's score is the first token.
-    assert {row: (each.responses, each.mean) for row, each in final.items()} == {row: (1, 10 + row) for row in rows}
+    assert {row: (each.responses, each.total) for row, each in final.items()} == {row: (1, 10 + row) for row in rows}
     await again.go_on(checkpoint)
     assert again.checkpoints.states == straight.checkpoints.states[2:]
     for (batch, seed), (other, other_seed) in zip(straight.policy.batches[1:], again.policy.batches, strict=True):

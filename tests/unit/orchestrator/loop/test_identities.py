@@ -9,7 +9,7 @@ from examples.second_try import SecondTry
 from orchestrator.clients import Infos
 from orchestrator.commands.beginning import first_state, resumed_state
 from orchestrator.experience.journal import ExperienceJournal
-from orchestrator.loop.identities import digests, identities, user_identities
+from orchestrator.loop.identities import identities, user_identities
 from orchestrator.loop.state import TrainState
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
 from quartet.config.base import ConfigError
@@ -146,7 +146,8 @@ def test_scores_of_another_scorer_are_not_taken_from_the_journal(tmp_path: Path,
     from tests.unit.orchestrator.experience.test_journal import PROMPTS, collected, prompt
 
     def journal(now: Infos) -> ExperienceJournal:
-        return ExperienceJournal(tmp_path, make_config(policy_folder), services=digests(identities(now)))
+        known = {place: identity.digest for place, identity in identities(now).items()}
+        return ExperienceJournal(tmp_path, make_config(policy_folder), services=known)
 
     assert [prompt.row for prompt in PROMPTS] == [prompt.row for prompt in make_prompts(len(PROMPTS))]
     journal(infos()).write(1, collected())

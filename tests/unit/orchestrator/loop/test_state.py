@@ -18,8 +18,8 @@ def test_version_and_critic_step_follow_from_the_step() -> None:
     )
     assert (state.step, state.policy_version, state.critic_step, state.samples_used) == (4, 11, 8, 16)
     # Rows 0 1 2 0 with scores 3, 3.25, 3.5, 3.75.
-    seen = {row: (each.responses, each.mean) for row, each in state.prompts.items()}
-    assert seen == {0: (2, 3.375), 1: (1, 3.25), 2: (1, 3.5)}
+    seen = {row: (each.responses, each.total) for row, each in state.prompts.items()}
+    assert seen == {0: (2, 6.75), 1: (1, 3.25), 2: (1, 3.5)}
     assert TrainState.model_validate_json(state.model_dump_json()) == state
 
 
