@@ -156,7 +156,7 @@ def one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Pass] | N
     """Trains on the whole batch as one minibatch, in the learner's own parts if none are given."""
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=len(batch.prompts)), Distribution(1.0))
     if parts is not None:
-        trainer._learner.passes = lambda *_, **__: list(parts)  # type: ignore[method-assign]
+        trainer.learner.passes = lambda *_, **__: list(parts)  # type: ignore[method-assign]
     return lambda: train_policy(trainer, batch, SEED)
 
 

@@ -82,9 +82,8 @@ class Idle(Silent):
         """The engine's log-probs."""
         return np.full(trajectories.size("sampled"), -1.0, np.float32)
 
-    async def save(self, folder: str) -> str:
+    async def save(self, folder: Path) -> None:
         """Writes nothing."""
-        return folder
 
     async def push(self, version: int) -> PushReport:
         """Pushes nothing."""

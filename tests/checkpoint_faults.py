@@ -72,11 +72,11 @@ class _Part:
 
     async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
         if not self._taken:
-            self._trainer.snapshots.take_snapshot(str(checkpoint / self.name), step, copies)
+            self._trainer.learner.take_snapshot(checkpoint / self.name, step, copies=copies)
 
     async def write_snapshot(self, checkpoint: Path) -> None:
         try:
-            await asyncio.to_thread(self._trainer.snapshots.write_snapshot)
+            await asyncio.to_thread(self._trainer.learner.write_snapshot)
         except Exception as error:  # as it arrives from a rank in another process
             raise Internal(f"{self.name}: {error}") from error
 
@@ -136,8 +136,8 @@ class Scene:
         folder = self._folder / name
         shutil.copytree(self._base, folder, dirs_exist_ok=True)
         aside = folder / ".step-000002.fork.writing"
-        self._policy.snapshots.take_snapshot(str(aside / POLICY), 2)
-        self._critic.snapshots.take_snapshot(str(aside / CRITIC), 2)
+        self._policy.learner.take_snapshot(aside / POLICY, 2)
+        self._critic.learner.take_snapshot(aside / CRITIC, 2)
         child = os.fork()
         if not child:
             # What is garbage already stays: a group of gloo's would wait here for threads that a fork does not have.
@@ -217,10 +217,7 @@ class Scene:
 
     def _restores(self, folder: Path, step: int) -> bool:
         policy, critic = self._learners()
-        if (policy.snapshots.restore(str(folder / POLICY)), critic.snapshots.restore(str(folder / CRITIC))) != (
-            step,
-            step,
-        ):
+        if {policy.learner.restore(folder / POLICY), critic.learner.restore(folder / CRITIC)} != {step}:
             return False
         actual, wanted = _weights(policy, critic), self._weights[step]
         return actual.keys() == wanted.keys() and all(torch.equal(actual[name], wanted[name]) for name in wanted)
@@ -234,5 +231,5 @@ def _weights(policy: PolicyTrainer, critic: CriticTrainer) -> Weights:
     return {
         f"{which}.{name}": tensor.detach().clone()
         for which, trainer in ((POLICY, policy), (CRITIC, critic))
-        for name, tensor in trainer._learner.full_weights()
+        for name, tensor in trainer.learner.full_weights()
     }

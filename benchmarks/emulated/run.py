@@ -58,9 +58,8 @@ class SleepingPolicy:
         await asyncio.sleep(self._pace.logprobs)
         return np.full(trajectories.size("sampled"), -1.0, np.float32)
 
-    async def save(self, folder: str) -> str:
+    async def save(self, folder: Path) -> None:
         """Writes nothing."""
-        return folder
 
 
 class SleepingSource:

@@ -78,9 +78,8 @@ class Learner:
         await self._chance.spend("logprobs")
         return np.full(trajectories.size("sampled"), -1.0, np.float32)
 
-    async def save(self, folder: str) -> str:
+    async def save(self, folder: Path) -> None:
         """Writes nothing."""
-        return folder
 
 
 class Disk:

@@ -46,7 +46,7 @@ class TrainedPolicy(Protocol):
         """Log-probs of the last batch that came without old ones, under the weights before its update: of all
         responses in the first minibatch, [0] for others."""
 
-    async def save(self, folder: str) -> str:
+    async def save(self, folder: Path) -> None:
         """Writes the model in Hugging Face's format."""
 
 
@@ -108,7 +108,7 @@ class Trainer:
                         await self._checkpoints.take_if_due(state, last=state.step == self._config.steps)
                     await self._record.pause()
                 await publishing.settled()
-            await self._policy.save(str(save_to))
+            await self._policy.save(save_to)
             await self._pusher.complete()
 
     async def _step(self, state: TrainState, stream: Stream, publishing: Publishing) -> TrainState:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
@@ -10,7 +11,7 @@ from orchestrator.policy.clipped import ClippedPolicy
 from orchestrator.policy.sending import WeightSending
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.columns import Columns
-from quartet.learner.learner import Snapshots
+from quartet.learner.learner import RankLearner
 from quartet.models.distribution import Distribution
 from quartet.ranks.group import Answer, Arguments, Method, RankGroup, RanksLost
 from quartet.ranks.ray_rank import ray_ranks
@@ -33,10 +34,10 @@ DEADLINES: Mapping[Method[..., Any], Callable[[OrchestratorConfig], float]] = {
     WeightSending.abandon: lambda config: config.weights.control_s,
     WeightSending.add_newcomers: lambda config: config.weights.timeout_s,
     WeightSending.leave: lambda _: 5.0,
-    Snapshots.take_snapshot: lambda config: config.checkpoint.timeout_s,
-    Snapshots.write_snapshot: lambda config: config.checkpoint.timeout_s,
-    Snapshots.restore: lambda config: config.checkpoint.timeout_s,
-    Snapshots.save: lambda config: config.timeouts.train_s,
+    RankLearner.take_snapshot: lambda config: config.checkpoint.timeout_s,
+    RankLearner.write_snapshot: lambda config: config.checkpoint.timeout_s,
+    RankLearner.restore: lambda config: config.checkpoint.timeout_s,
+    RankLearner.save: lambda config: config.timeouts.train_s,
 }
 """Seconds that the ranks may take for each of their methods."""
 
@@ -128,23 +129,23 @@ class Policy:
         await self._beside(WeightSending.add_newcomers, membership, world_size)
 
     async def take_snapshot(self, folder: str, step: int, copies: bool) -> None:
-        """Copies the state after `step`, see Snapshots.take_snapshot."""
-        await self._all(Snapshots.take_snapshot, folder, step, copies)
+        """Copies the state after `step`, see RankLearner.take_snapshot."""
+        await self._all(RankLearner.take_snapshot, Path(folder), step, copies=copies)
 
     async def write_snapshot(self) -> None:
-        """Writes the snapshot to disk, see Snapshots.write_snapshot."""
-        await self._beside(Snapshots.write_snapshot)
+        """Writes the snapshot to disk, see RankLearner.write_snapshot."""
+        await self._beside(RankLearner.write_snapshot)
 
     async def restore(self, folder: str) -> None:
-        """Restores a snapshot, see Snapshots.restore."""
+        """Restores a snapshot, see RankLearner.restore."""
         try:
-            await self._all(Snapshots.restore, folder)
+            await self._all(RankLearner.restore, Path(folder))
         except InvalidArgument as error:
             raise InvalidArgument(f"orchestrator.policy: {error}") from None
 
-    async def save(self, folder: str) -> str:
-        """Writes the model, see Snapshots.save."""
-        return await self._all(Snapshots.save, folder)
+    async def save(self, folder: Path) -> None:
+        """Writes the model, see RankLearner.save."""
+        await self._all(RankLearner.save, folder)
 
     async def close(self) -> None:
         """Ends the actors, in order if they still answer."""
@@ -168,5 +169,5 @@ class Policy:
         """Calls a method beside the one in progress, on the sending ranks, or on all for a part that each has; the
         answer of each."""
         config = self._config
-        count = config.policy.ranks if method is Snapshots.write_snapshot else config.weights.senders
+        count = config.policy.ranks if method is RankLearner.write_snapshot else config.weights.senders
         return await self._ranks.beside(count, method, DEADLINES[method](config), *arguments, **options)

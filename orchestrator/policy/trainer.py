@@ -1,20 +1,17 @@
 """The policy learner: log-probs and one PPO batch's worth of training."""
 
 from collections.abc import Sequence
-from pathlib import Path
-
-import torch
 
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.policy.clipped import ClippedPolicy
 from orchestrator.policy.sending import WeightSending
 from quartet.columns import Columns
 from quartet.config.learner import PolicyConfig
-from quartet.learner.learner import RankLearner, Snapshots
+from quartet.learner.learner import RankLearner
 from quartet.learner.lora import add_adapters
 from quartet.learner.trainer import Schedule, Trainer
 from quartet.models.distribution import Distribution
-from quartet.models.loading import load_causal, load_tokenizer
+from quartet.models.loading import load_causal
 from quartet.ranks.ranks import Ranks
 from quartet.wire.codec import Floats, Ints
 
@@ -35,19 +32,18 @@ class PolicyTrainer:
         adapters: bool = False,
     ) -> None:
         """`adapters`: pushes bring the adapters of `config.lora` alone."""
-        self._config = config
         self._algorithm = algorithm
         self._distribution = distribution
         model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
-        self._learner = RankLearner(add_adapters(model, config.lora), config, ranks)
-        self._trainer = Trainer(self._learner)
-        self.sending = WeightSending(self._learner, adapters=config.lora if adapters else None)
-        self.snapshots = Snapshots(self._learner, self._write, kind="policy", exported=True)
+        add_adapters(model, config.lora)
+        self.learner = RankLearner(model, config, ranks, kind="policy", exported=True)
+        self._trainer = Trainer(self.learner)
+        self.sending = WeightSending(self.learner, adapters=config.lora if adapters else None)
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """The objects whose methods a rank runs: this trainer, and others with the same learner."""
-        return self, self.sending, self.snapshots
+        """The objects whose methods a rank runs: this trainer, its learner, and what sends the weights."""
+        return self, self.learner, self.sending
 
     def logprobs(self, trajectories: Columns, distribution: Distribution | None = None) -> Floats:
         """log pi(y_t | prefix) under the current weights, in the distribution sampled from or in another; [M]."""
@@ -78,7 +74,3 @@ class PolicyTrainer:
         """The learner's log-probs of a batch that came without them, as its first optimizer step computed them before
         it changed the weights: [T] for each response of that step, [0] for others. Every rank calls it, once."""
         return self._trainer.computed()
-
-    def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        self._learner.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
-        load_tokenizer(self._config.model).save_pretrained(folder)

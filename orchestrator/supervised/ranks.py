@@ -6,7 +6,7 @@ from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.trainer import SupervisedTrainer
 from quartet.columns import Columns
 from quartet.config.base import ConfigError
-from quartet.learner.learner import Snapshots
+from quartet.learner.learner import RankLearner
 from quartet.ranks.group import RankGroup
 from quartet.ranks.thread_rank import ThreadRank
 from quartet.wire.codec import Floats
@@ -50,22 +50,23 @@ class SupervisedModel:
 
     async def save(self, folder: Path) -> None:
         """Writes the model in Hugging Face's format."""
-        await self._ranks.call(Snapshots.save, self._seconds, str(folder))
+        await self._ranks.call(RankLearner.save, self._seconds, folder)
 
     async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
         """Copies the state for its folder in a checkpoint; without copies, writes it at once."""
-        seconds = self._training.checkpoint.timeout_s
-        await self._ranks.call(Snapshots.take_snapshot, seconds, str(checkpoint / self.name), step, copies)
+        folder, seconds = checkpoint / self.name, self._training.checkpoint.timeout_s
+        await self._ranks.call(RankLearner.take_snapshot, seconds, folder, step, copies=copies)
 
     async def write_snapshot(self, checkpoint: Path) -> None:
         """Brings the copies to disk."""
-        await self._ranks.beside(self._training.ranks, Snapshots.write_snapshot, self._training.checkpoint.timeout_s)
+        training = self._training
+        await self._ranks.beside(training.ranks, RankLearner.write_snapshot, training.checkpoint.timeout_s)
 
     async def restore(self, checkpoint: Path) -> None:
         """Goes back to the state in a checkpoint. ConfigError if that does not hold it."""
-        folder = str(checkpoint / self.name)
+        seconds = self._training.checkpoint.timeout_s
         try:
-            await self._ranks.call(Snapshots.restore, self._training.checkpoint.timeout_s, folder)
+            await self._ranks.call(RankLearner.restore, seconds, checkpoint / self.name)
         except InvalidArgument as error:
             raise ConfigError(
                 f"{checkpoint} cannot be restored: {error}. If it is broken, remove it to resume from the one before"

@@ -3,6 +3,7 @@ its service."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from quartet.learner.module import TrainedModule
 from quartet.learner.optimizer import rate_factor
 from quartet.learner.snapshot import Snapshot
 from quartet.learner.tensor_parallel import whole_shape
+from quartet.models.loading import load_tokenizer
 from quartet.ranks.ranks import Ranks
 from quartet.seams.deepspeed import clip_as_configured, save_by
 
-WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
-"""Writes a model with these weights to a folder."""
+WriteModel = Callable[[Any, Path, dict[str, torch.Tensor]], None]
+"""Writes a module with these weights to a folder in Hugging Face's format, without a tokenizer."""
 
 MODEL = "model"
 """Subfolder of a snapshot for the model."""
@@ -29,44 +31,58 @@ ADAPTERS = "adapters"
 """Subfolder of a model for its adapters alone, in peft's format."""
 
 
+def write_pretrained(module: Any, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Writes a model of transformers."""
+    module.save_pretrained(folder, state_dict=weights)
+
+
 class RankLearner(TrainedModule):
-    """A trained module with its saved models and its snapshots.
+    """A trained module with its saved models and its snapshots. All ranks get the same calls in the same order.
 
     For example a run that checkpoints every 10 steps calls `take_snapshot(folder, 10)` between two steps and
     `write_snapshot()` in another thread while step 11 trains; after a crash `restore(folder)` returns 10.
     """
 
-    def __init__(self, module: nn.Module, config: LearnerConfig, ranks: Ranks | None = None) -> None:
-        """Takes over `module`, as TrainedModule does."""
+    def __init__(
+        self,
+        module: nn.Module,
+        config: LearnerConfig,
+        ranks: Ranks | None = None,
+        *,
+        kind: str = "model",
+        write: WriteModel = write_pretrained,
+        exported: bool = False,
+    ) -> None:
+        """Takes over `module`, as TrainedModule does. `write` writes the model; if `exported`, snapshots hold the
+        model too. A saved model says its `kind`, such as policy, and one of another kind never replaces it."""
         super().__init__(module, config, ranks)
+        self._kind, self._write_model, self._exported = kind, write, exported
         self._snapshot = Snapshot()
         save_by(self._engine, self._snapshot)
 
-    def save(self, folder: str | Path, write: WriteModel, owner: str) -> Path:
-        """Writes the weights, or their running mean if configured, from rank 0 through `write`; a temporary folder is
-        renamed at the end, so that `folder` is never incomplete. Every rank calls it.
+    def save(self, folder: Path, run: str = "") -> None:
+        """Writes the weights, or their running mean if configured, and the tokenizer from rank 0; a temporary folder
+        is renamed at the end, so that `folder` is never incomplete. With a `run` only that run may replace it.
 
         Raises:
             NotFinite: a weight is not finite.
-            InvalidArgument: `folder` holds something other than a model of this `owner`, which would be lost, or
+            InvalidArgument: `folder` holds something other than a model of this kind and run, which would be lost, or
                 cannot be made.
         """
-        target = Path(folder).resolve()
+        owner = f"{self._kind} of {run}" if run else self._kind
         self.check_weights()
         with self.averaged():
             weights = self.gathered()
             if self.ranks.rank == 0:
-                replace_model(target, lambda aside: self._write(weights | _buffers(self.module), aside, write), owner)
-        return target
+                replace_model(folder.resolve(), partial(self._write, weights | _buffers(self.module)), owner)
 
-    def take_snapshot(self, folder: Path, step: int, write: WriteModel | None = None, *, copies: bool = True) -> None:
+    def take_snapshot(self, folder: Path, step: int, *, copies: bool = True) -> None:
         """Copies the state that training resumes from (weights, optimizer, schedule, running mean, random states)
-        into host memory; `write_snapshot` writes it to files in `folder`. Every rank calls it.
+        into host memory; `write_snapshot` writes it to files in `folder`.
 
         Args:
             folder: a new or empty folder, the same for all ranks, on a disk that all of them share.
             step: number of the step, stored with the state.
-            write: if given, the model is copied too, and written through it to the subfolder `model`.
             copies: False writes everything at once, for models that leave no memory for copies.
         """
         self.check_weights()
@@ -77,18 +93,19 @@ class RankLearner(TrainedModule):
         first = self.ranks.rank == 0
         if first:
             snapshot.hold(self._layout(step), folder / LAYOUT, Layout.write)
-        if write:
+        if self._exported:
             with self.averaged():  # until the weights are written: without copies they are the parameters themselves
                 weights = {name: snapshot.copy(tensor) for name, tensor in self.saved_weights() if first}
                 if first:
                     buffers = {name: snapshot.copy(buffer) for name, buffer in _buffers(self.module).items()}
-                    whole = weights | buffers
-                    snapshot.hold(whole, folder / MODEL, lambda held, path: self._write(held, path, write))
+                    snapshot.hold(weights | buffers, folder / MODEL, self._write)
 
-    def _write(self, tensors: dict[str, torch.Tensor], folder: Path, write: WriteModel) -> None:
-        """Writes the model, and its adapters, if there are some among the tensors, to a subfolder."""
+    def _write(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        """Writes the model and its tokenizer, and its adapters, if there are some among the tensors, to a
+        subfolder."""
         adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
-        write(folder, {name: tensor for name, tensor in tensors.items() if name not in adapters})
+        self._write_model(self.module, folder, {name: t for name, t in tensors.items() if name not in adapters})
+        load_tokenizer(self._config.model).save_pretrained(folder)
         if self._config.lora is not None and adapters:
             write_adapters(folder / ADAPTERS, adapters, self.module, self._config.lora)
 
@@ -97,7 +114,7 @@ class RankLearner(TrainedModule):
         self._snapshot.write()
 
     def restore(self, folder: Path) -> int:
-        """Restores the snapshot in `folder`; returns its step. Every rank calls it, before any training.
+        """Restores the snapshot in `folder`, before any training; returns its step.
 
         Raises:
             InvalidArgument: the folder holds no snapshot, or one of another layout; the message names the
@@ -146,34 +163,6 @@ class RankLearner(TrainedModule):
 
     def _own_file(self, folder: Path) -> Path:
         return folder / f"rank-{self.ranks.rank}.pt"
-
-
-class Snapshots:
-    """The methods of a trainer that save and restore its learner. All ranks get the same calls in the same order."""
-
-    def __init__(self, learner: RankLearner, write: WriteModel, *, kind: str, exported: bool) -> None:
-        """`write` writes the model; if `exported`, snapshots hold the model too. `kind` is policy or critic."""
-        self._learner = learner
-        self._kind = kind
-        self._write = write
-        self._exported = write if exported else None
-
-    def save(self, folder: str, run: str = "") -> str:
-        """Writes the model, its tokenizer and generation settings in Hugging Face's format; returns the path. With a
-        `run` only that run may replace it. Raises InvalidArgument as RankLearner.save does."""
-        return str(self._learner.save(folder, self._write, f"{self._kind} of {run}" if run else self._kind))
-
-    def take_snapshot(self, folder: str, step: int, copies: bool = True) -> None:
-        """Copies the state after `step`, for `write_snapshot` to write, as RankLearner.take_snapshot does."""
-        self._learner.take_snapshot(Path(folder), step, self._exported, copies=copies)
-
-    def write_snapshot(self) -> None:
-        """Writes the snapshot to disk; may run beside any other call."""
-        self._learner.write_snapshot()
-
-    def restore(self, folder: str) -> int:
-        """Restores a snapshot, before any training; returns its step."""
-        return self._learner.restore(Path(folder))
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
@@ -153,6 +153,17 @@ def load_value(path: str, dtype: str, attention: str = "sdpa", *, packing: bool 
         for name, tensor in wanted.items():
             tensor.copy_(saved[name])
     return model
+
+
+def write_value(model: ScalarModel, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Writes a value model, body and head, which `load_value` reads; the arguments are those of `write_reward`."""
+    parts: dict[str, dict[str, torch.Tensor]] = {"body": {}, "head": {}}
+    for name, tensor in weights.items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = tensor.detach().cpu()
+    model.body.save_pretrained(folder, state_dict=parts["body"])  # type: ignore[operator]
+    head = {f"{VALUE_HEAD}.{name}": tensor for name, tensor in parts["head"].items()}
+    save_file(head, folder / f"{VALUE_HEAD}.safetensors")
 
 
 def _shapes(tensors: dict[str, torch.Tensor]) -> str:

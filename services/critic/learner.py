@@ -5,11 +5,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from protos import common_pb2
 from quartet.columns import Columns
 from quartet.learner.layout import LAYOUT, Layout
-from quartet.learner.learner import Snapshots
+from quartet.learner.learner import RankLearner
 from quartet.ranks.group import Answer, Arguments, Method, RankFailed, RankGroup, RanksLost
 from quartet.serving.runs.lease import Fence
 from quartet.serving.runs.timeline import Moment
@@ -225,13 +226,13 @@ class CriticModel:
             raise Unavailable(f"step: {moment.number} follows on training that is lost")
 
     async def save(self, lease: common_pb2.Lease, name: str) -> None:
-        """Writes the model to the folder of this name, as Snapshots.save does; only this run may replace it."""
+        """Writes the model to the folder of this name, as RankLearner.save does; only this run may replace it."""
         self.fence.check(lease)
         with self._root.unnamed():
             place = self._root.place(name)
             async with self.turn:
                 self.fence.check(lease)
-                await self._ask(Snapshots.save, str(place), lease.run_id)
+                await self._ask(RankLearner.save, place, lease.run_id)
 
     async def take_checkpoint(self, lease: common_pb2.Lease, name: str, last_step: int, copies: bool) -> None:
         """Copies the state, which must be the one after `last_step`; without copies, writes it at once."""
@@ -241,7 +242,7 @@ class CriticModel:
             self.fence.check(lease)
             self._expect(lease, self._at.number, last_step)
             self._taken = self._written = ""
-            await self._ask(Snapshots.take_snapshot, str(place), last_step, copies)
+            await self._ask(RankLearner.take_snapshot, place, last_step, copies=copies)
             self._taken = name
 
     async def write_checkpoint(self, lease: common_pb2.Lease, name: str) -> None:
@@ -252,7 +253,7 @@ class CriticModel:
         if not name or name != self._taken:
             raise FailedPrecondition("name: no checkpoint was taken for it; call TakeCheckpoint first")
         with self._answering():
-            await self._ranks.beside(self._config.ranks, Snapshots.write_snapshot, self._config.rank_timeout_s)
+            await self._ranks.beside(self._config.ranks, RankLearner.write_snapshot, self._config.rank_timeout_s)
         self._written = name
 
     async def restore_checkpoint(self, lease: common_pb2.Lease, name: str) -> int:
@@ -269,10 +270,10 @@ class CriticModel:
             layout = Layout.read(folder / LAYOUT)
             layout.check(Layout.of(self._config, layout.parameters, layout.step))
             # Continues when the caller goes away, so that the critic is never half restored.
-            await asyncio.shield(asyncio.ensure_future(self._restore(lease, str(folder), layout.step)))
+            await asyncio.shield(asyncio.ensure_future(self._restore(lease, folder, layout.step)))
         return layout.step
 
-    async def _restore(self, lease: common_pb2.Lease, folder: str, step: int) -> None:
+    async def _restore(self, lease: common_pb2.Lease, folder: Path, step: int) -> None:
         async with self._restoring:
             self.fence.check(lease)  # again, after waiting for another restoration
             unused, self._unused = self._unused, False
@@ -283,7 +284,7 @@ class CriticModel:
                         await self._begin_again()
                     self._unused = False
                 with self._answering():
-                    await self._ranks.call(Snapshots.restore, self._config.rank_timeout_s, folder)
+                    await self._ranks.call(RankLearner.restore, self._config.rank_timeout_s, folder)
             except BaseException:
                 self._ranks.stop()
                 raise

@@ -92,11 +92,11 @@ class Agreement:
         return plain.furthest([s.logprobs for s in samples], self.by_reference(samples))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.learner._learner.full_weights()}
+        return {name: tensor.detach().clone() for name, tensor in self.learner.learner.full_weights()}
 
     def adapted(self) -> set[str]:
         """Names of the weights that have an adapter."""
-        return {weight.name for weight in weights_of(self.learner._learner.module) if weight.layer is not None}
+        return {weight.name for weight in weights_of(self.learner.learner.module) if weight.layer is not None}
 
     def moved(self, before: dict[str, torch.Tensor]) -> set[str]:
         """Names of the weights that differ from `before`."""
@@ -105,7 +105,7 @@ class Agreement:
     async def saved(self, folder: Path) -> dict[str, float]:
         """Largest difference of log-probs between the learner and each of an engine and a reference that load what
         the learner saves."""
-        self.learner.snapshots.save(str(folder))
+        self.learner.learner.save(folder)
         self.reference = _reference(folder)
         await self.engine.start(folder)
         samples = await self.sample()

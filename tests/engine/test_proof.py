@@ -77,7 +77,7 @@ class Deaf(TrainerSource):
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
         """Log-probs with the moved head, which then goes back."""
-        head = self.trainer._learner.module.lm_head.weight
+        head = self.trainer.learner.module.lm_head.weight
         before = head.detach().clone()
         with torch.no_grad():
             noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(0))

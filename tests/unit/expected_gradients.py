@@ -94,10 +94,10 @@ class Learner:
         self.algorithm = algorithm.sized(MOST)
         self.trainer = PolicyTrainer(config, self.algorithm, DISTRIBUTION)
         self._gradients: list[Tensor] = []
-        self.trainer._learner._apply = self._take  # type: ignore[method-assign]
+        self.trainer.learner._apply = self._take  # type: ignore[method-assign]
 
     def _take(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        module, engine = self.trainer._learner.module, self.trainer._learner._engine
+        module, engine = self.trainer.learner.module, self.trainer.learner._engine
         self._gradients.append(
             torch.cat([p.grad.double().view(-1) for p in module.parameters() if p.grad is not None])
         )

@@ -60,9 +60,8 @@ class FakePolicy:
         skipped = {"skipped_in_a_row": float(self.skipped_in_a_row.pop(0))} if self.skipped_in_a_row else {}
         return {"loss": 0.5, "sampled_entropy": 1.5} | skipped
 
-    async def save(self, folder: str) -> str:
-        self.journal.note("save", folder)
-        return folder
+    async def save(self, folder: Path) -> None:
+        self.journal.note("save", str(folder))
 
 
 class FakePusher:

@@ -1,5 +1,6 @@
 """Five steps of policy and critic under any layout of the learner, for tests that compare layouts."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class Bench:
         for step in range(5):
             train_policy(trainer, batch, seed=step)
             seen.append(joined(trainer))
-        trainer.snapshots.save(str(folder))
+        trainer.learner.save(folder)
         saved = joined(trainer)
         train_policy(trainer, batch, seed=5)
         return seen, saved, joined(trainer)
@@ -126,15 +127,15 @@ class Bench:
     def resumed(self, layout: dict[str, Any], folder: Path, which: str, copies: bool = True) -> tuple[Result, Result]:
         """Six steps of the policy or the critic, with dropout; and the same from a snapshot after three, which two
         more steps are taken beside: what came of both."""
-        snapshot = str(folder / which)
+        snapshot = folder / which
         trainer = self._trainer(layout, which)
         self._steps(trainer, 0, 3)
-        trainer.snapshots.take_snapshot(snapshot, 3, copies)
+        trainer.learner.take_snapshot(snapshot, 3, copies=copies)
         self._steps(trainer, 3, 5)
-        trainer.snapshots.write_snapshot()
+        trainer.learner.write_snapshot()
         straight = self._steps(trainer, 5, 6)
         trainer = self._trainer(layout, which)
-        assert trainer.snapshots.restore(snapshot) == 3
+        assert trainer.learner.restore(snapshot) == 3
         self._steps(trainer, 3, 5)
         return straight, self._steps(trainer, 5, 6)
 
@@ -145,7 +146,7 @@ class Bench:
         else:
             policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
             made = PolicyTrainer(policy, PPO(epochs=1, minibatch_size=5), Distribution(0.7), self._ranks)
-        for module in made._learner.module.modules():
+        for module in made.learner.module.modules():
             # Random numbers in training, so that a wrong random state shows.
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = dropout
@@ -164,7 +165,7 @@ class Bench:
                 train_policy(
                     trainer, PolicyBatch(prompts, responses, rows, rows, rows, noise(responses, 3), 0.0), seed=step
                 )
-        average = trainer._learner._average
+        average = trainer.learner._average
         means = [mean.clone().numpy() for mean in average.means] if average else []
         return {"steps": steps, "weights": joined(trainer), "averages": means}
 
@@ -178,7 +179,7 @@ class Bench:
         self._steps(trainer, 0, 1)
         said = [self._poisoned(trainer, value) for value in (float("nan"), float("inf"))]
         actual = self._steps(trainer, 1, 2)
-        said.append({"skipped_in_a_row": float(trainer._learner.skipped_in_a_row)})
+        said.append({"skipped_in_a_row": float(trainer.learner.skipped_in_a_row)})
         return actual, wanted, said
 
     def _poisoned(self, trainer: PolicyTrainer | CriticTrainer, value: float) -> dict[str, float]:
@@ -197,12 +198,12 @@ class Bench:
         trainer = self._trainer(layout, "policy")
         assert isinstance(trainer, PolicyTrainer)
         if self._ranks.rank == self._ranks.world_size - 1:
-            local_share(next(trainer._learner.module.parameters())).view(-1)[0] = float("nan")
+            local_share(next(trainer.learner.module.parameters())).view(-1)[0] = float("nan")
         said = []
         for refuse in (
-            lambda: trainer.snapshots.save(str(folder / "model")),
-            lambda: trainer.snapshots.take_snapshot(str(folder / "snapshot"), 1),
-            lambda: trainer.sending.gather(1),
+            partial(trainer.learner.save, folder / "model"),
+            partial(trainer.learner.take_snapshot, folder / "snapshot", 1),
+            partial(trainer.sending.gather, 1),
         ):
             try:
                 refuse()
@@ -233,30 +234,30 @@ class Bench:
 
     def held(self, layout: dict[str, Any], which: str) -> int:
         """Number of the model's numbers that this rank has."""
-        return sum(p.numel() for p in self._trainer(layout, which)._learner.module.parameters())
+        return sum(p.numel() for p in self._trainer(layout, which).learner.module.parameters())
 
     def saved(self, layout: dict[str, Any], folder: Path) -> None:
         """Saves both models, untrained, under `folder`."""
         policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        PolicyTrainer(policy, PPO(), Distribution(0.7), self._ranks).snapshots.save(str(folder / "policy"))
+        PolicyTrainer(policy, PPO(), Distribution(0.7), self._ranks).learner.save(folder / "policy")
         critic = CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout)
-        CriticTrainer(critic, self._ranks).snapshots.save(str(folder / "critic"))
+        CriticTrainer(critic, self._ranks).learner.save(folder / "critic")
 
 
 def watched(trainer: PolicyTrainer | CriticTrainer) -> list[dict[str, float]]:
     """The numbers of each step that `trainer` takes from now on."""
     steps: list[dict[str, float]] = []
-    step = trainer._learner.step
+    step = trainer.learner.step
 
     def watch(*arguments: Any) -> dict[str, float]:
         steps.append(step(*arguments))
         return steps[-1]
 
-    trainer._learner.step = watch  # type: ignore[method-assign, assignment]
+    trainer.learner.step = watch  # type: ignore[method-assign, assignment]
     return steps
 
 
 def joined(trainer: PolicyTrainer | CriticTrainer) -> Weights:
     """Every parameter in float32, by name."""
-    weights = trainer._learner.full_weights()
+    weights = trainer.learner.full_weights()
     return {name: tensor.float().cpu().clone().numpy() for name, tensor in weights}

@@ -67,7 +67,7 @@ class MemoryBench:
         with counted:
             train_policy(trainer, batch, 0)
         again = Allocations().now
-        trainer.snapshots.take_snapshot(str(folder), 1)
+        trainer.learner.take_snapshot(folder, 1)
         copies = Allocations().now - again
         del trainer
         gc.collect()

@@ -41,4 +41,4 @@ def noisy(rows: Sequence[torch.Tensor], scale: float, seed: int) -> list[torch.T
 
 
 def weights(trainer: PolicyTrainer) -> torch.Tensor:
-    return torch.cat([tensor.detach().view(-1) for _, tensor in trainer._learner.full_weights()])
+    return torch.cat([tensor.detach().view(-1) for _, tensor in trainer.learner.full_weights()])

@@ -65,7 +65,7 @@ def test_a_critic_is_trained_as_it_values(folder: Path) -> None:
 def test_activations_are_recomputed_where_asked(folder: Path, gradient_checkpointing: bool, computed: int) -> None:
     """Layers in evaluation mode would keep them all, whatever is configured."""
     trainer = make_trainer(folder, gradient_checkpointing)
-    layers = [m for m in trainer._learner.module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [m for m in trainer.learner.module.modules() if isinstance(m, GradientCheckpointingLayer)]
     calls: Counter[nn.Module] = Counter()
     for layer in layers:
         layer.register_forward_pre_hook(lambda called, _: calls.update([called]))

@@ -44,19 +44,19 @@ def methods(rank: FakeRank) -> list[Any]:
 
 
 async def test_all_ranks_train_and_rank_0_answers(policy_folder: Path) -> None:
-    ranks = [FakeRank("numbers", {"loss": 1.0}, None, "/saved"), FakeRank()]
+    ranks = [FakeRank("numbers", {"loss": 1.0}), FakeRank()]
     policy = make_policy(policy_folder, *ranks)
     assert await policy.logprobs(BATCH) == "numbers"  # type: ignore[comparison-overlap]
     assert await policy.train(BATCH, 0.1, 3) == {"loss": 1.0}
     await policy.gather(4)
-    assert await policy.save("there") == "/saved"
+    await policy.save(Path("there"))
     for rank in ranks:
         (*asked, (_, bare)), (*trained, (_, batch), kl_coef, seed), *others = rank.called
         assert (asked, trained) == (["run", "PolicyTrainer.logprobs"], ["run", "PolicyTrainer.train"])
         # No rank gets columns that it does not read.
         assert (list(bare.columns), list(batch.columns)) == ([], ["logprobs", "advantages"])
         assert (kl_coef, seed) == (0.1, 3)
-        assert others == [("run", "WeightSending.gather", 4), ("run", "Snapshots.save", "there")]
+        assert others == [("run", "WeightSending.gather", 4), ("run", "RankLearner.save", Path("there"))]
 
 
 async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> None:
@@ -93,6 +93,6 @@ async def test_a_dead_rank_is_the_end_of_training(policy_folder: Path) -> None:
     with pytest.raises(RanksLost, match=r"policy.train: rank 1 of 2 died: killed"):
         await policy.train(BATCH, 0.0, 0)
     with pytest.raises(RanksLost, match="rank 1 of 2 died"):
-        await policy.save("there")
+        await policy.save(Path("there"))
     policy.stop()
     assert min(rank.killed for rank in ranks) > 0

@@ -64,7 +64,7 @@ async def learner(
 
 
 def copied(trainer: PolicyTrainer) -> Weights:
-    return {name: tensor.detach().clone() for name, tensor in trainer._learner.full_weights()}
+    return {name: tensor.detach().clone() for name, tensor in trainer.learner.full_weights()}
 
 
 def same(actual: Weights, wanted: Weights) -> bool:

@@ -42,7 +42,7 @@ def test_a_checkpoint_of_a_critic_that_trained_more_or_less_is_refused(reward_fo
         return CriticTrainer(CriticConfig(model=str(reward_folder), optimizer=rate, freeze_attention=frozen))
 
     made = critic(frozen=True)
-    made.snapshots.take_snapshot(str(tmp_path / "critic"), 1)
-    made.snapshots.write_snapshot()
+    made.learner.take_snapshot(tmp_path / "critic", 1)
+    made.learner.write_snapshot()
     with pytest.raises(InvalidArgument, match="freeze_attention: True in the checkpoint, False here"):
-        critic(frozen=False).snapshots.restore(str(tmp_path / "critic"))
+        critic(frozen=False).learner.restore(tmp_path / "critic")

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from quartet.config.learner import LearnerConfig, OptimizerConfig
 from quartet.learner import module
-from quartet.learner.learner import RankLearner
+from quartet.learner.learner import RankLearner, write_pretrained
 from quartet.learner.optimizer import rate_factor
 from quartet.wire.errors import InvalidArgument
 
@@ -57,8 +57,16 @@ def squared_error(model: Callable[[Tensor], Tensor]) -> Callable[[Micro], tuple[
     return loss
 
 
-def make_learner(folder: Path, optimizer: OptimizerConfig = OPTIMIZER, **options: Any) -> RankLearner:
-    return RankLearner(network(), LearnerConfig(model=str(folder), optimizer=optimizer, **options))
+def make_learner(
+    folder: Path,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    *,
+    write: Callable[[nn.Module, Path, Weights], None] = write_pretrained,
+    exported: bool = False,
+    **options: Any,
+) -> RankLearner:
+    config = LearnerConfig(model=str(folder), optimizer=optimizer, **options)
+    return RankLearner(network(), config, write=write, exported=exported)
 
 
 def train(learner: RankLearner, minibatches: Sequence[Sequence[Micro]]) -> list[dict[str, float]]:
@@ -175,41 +183,37 @@ def test_bfloat16_keeps_float32_master_weights(policy_folder: Path) -> None:
 
 
 def test_a_model_is_seen_whole_or_not_at_all(policy_folder: Path, tmp_path: Path) -> None:
-    learner = make_learner(policy_folder)
+    names = ["first", "half", "second"]
     target = tmp_path / "deep" / "model"
 
-    def write(text: str) -> Callable[[Path, Weights], None]:
-        def write_to(folder: Path, weights: Weights) -> None:
-            assert weights.keys() == dict(network().named_parameters()).keys()
-            assert folder.parent == target.parent
-            assert not (target / text).exists()
-            (folder / "config.json").write_text("{}")
-            (folder / text).touch()
+    def write(module: nn.Module, folder: Path, weights: Weights) -> None:
+        name = names.pop(0)
+        assert weights.keys() == dict(module.named_parameters()).keys()
+        assert folder.parent == target.parent
+        (folder / name).touch()
+        if name == "half":
+            raise OSError("disk full")
 
-        return write_to
-
-    def fail(folder: Path, weights: Weights) -> None:
-        (folder / "half").touch()
-        raise OSError("disk full")
-
-    assert learner.save(target, write("first"), "policy") == target
+    learner = make_learner(policy_folder, write=write)
+    learner.save(target)
     with pytest.raises(OSError, match="disk full"):
-        learner.save(target, fail, "policy")
-    assert sorted(path.name for path in target.iterdir()) == [".quartet", "config.json", "first"]
-    learner.save(str(target), write("second"), "policy")
-    assert sorted(path.name for path in target.iterdir()) == [".quartet", "config.json", "second"]
+        learner.save(target)
+    written = {path.name for path in target.iterdir()}
+    assert written >= {".quartet", "first", "tokenizer.json"}
+    learner.save(target)
+    assert {path.name for path in target.iterdir()} == written - {"first"} | {"second"}
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
 def test_what_is_not_a_model_is_never_replaced(policy_folder: Path, tmp_path: Path) -> None:
-    learner = make_learner(policy_folder)
+    learner = make_learner(policy_folder, write=lambda module, folder, weights: (folder / "config.json").touch())
     (tmp_path / "thesis.txt").touch()
     for path in (tmp_path, tmp_path / "thesis.txt"):
         with pytest.raises(InvalidArgument, match="exists and Quartet did not write it"):
-            learner.save(path, lambda folder, weights: None, "policy")
+            learner.save(path)
     assert (tmp_path / "thesis.txt").is_file()
     (tmp_path / "empty").mkdir()
-    learner.save(tmp_path / "empty", lambda folder, weights: (folder / "config.json").touch(), "policy")
+    learner.save(tmp_path / "empty")
     assert (tmp_path / "empty" / "config.json").is_file()
 
 
@@ -249,16 +253,15 @@ def test_adam_is_offloaded_from_a_checkpoint_on_if_its_state_is_in_one_group(
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_the_model_of_a_snapshot_is_the_running_mean(policy_folder: Path, tmp_path: Path, copies: bool) -> None:
-    learner = make_learner(policy_folder, ema_decay=0.75)
-    start = weights(learner.module)
-    train(learner, [batches(1)])
     written: dict[str, Tensor] = {}
 
-    def write(folder: Path, tensors: Weights) -> None:
-        folder.mkdir()
+    def write(module: nn.Module, folder: Path, tensors: Weights) -> None:
         written.update({name: tensor.clone() for name, tensor in tensors.items()})
 
-    learner.take_snapshot(tmp_path / "snapshot", 1, write, copies=copies)
+    learner = make_learner(policy_folder, write=write, exported=True, ema_decay=0.75)
+    start = weights(learner.module)
+    train(learner, [batches(1)])
+    learner.take_snapshot(tmp_path / "snapshot", 1, copies=copies)
     learner.write_snapshot()
     mean = torch.cat([written[name].view(-1) for name, _ in learner.module.named_parameters()])
     now = weights(learner.module)

@@ -204,7 +204,7 @@ def test_checkpointing_runs_a_layer_again_in_the_backward_pass(
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=3), Distribution(1.0))
     prompts, responses = pairs(3)
     ran: list[int] = []
-    layer = trainer._learner.module.model.layers[0]  # type: ignore[index, union-attr]
+    layer = trainer.learner.module.model.layers[0]  # type: ignore[index, union-attr]
     layer.self_attn.register_forward_pre_hook(lambda *_: ran.append(1))  # type: ignore[union-attr]
     rows = noise(responses, 1)
     train_policy(trainer, PolicyBatch(prompts, responses, rows, rows, rows, rows, 0.0), seed=0)

@@ -40,7 +40,7 @@ def make_trainer(folder: Path, **options: Any) -> PolicyTrainer:
 
 def draw_adapters(trainer: PolicyTrainer) -> None:
     """Gives all that is trained random weights: fresh adapters change nothing."""
-    for parameter in trainer._learner.module.parameters():
+    for parameter in trainer.learner.module.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
 
@@ -96,7 +96,7 @@ def test_what_is_pushed_needs_no_factor(policy_folder: Path) -> None:
     sent = dict(trainer.sending._weights())
     assert not any(tensor.requires_grad for name, tensor in sent.items() if ".lora_B" in name)
     source = load_causal(str(policy_folder), "float32").state_dict()
-    for name, merged in trainer._learner.full_weights():
+    for name, merged in trainer.learner.full_weights():
         layer = name.removesuffix(".weight")
         if f"{layer}.lora_A.weight" in sent:
             change = sent[f"{layer}.lora_B.weight"] @ sent[f"{layer}.lora_A.weight"]
@@ -128,7 +128,7 @@ def test_adapters_alone_are_those_that_peft_would_save(
 ) -> None:
     monkeypatch.setattr(module, "GATHER_BYTES", 10_000)  # some adapters at a time
     trainer = make_trainer(policy_folder, lora=LORA, zero_stage=zero_stage)
-    learner = trainer._learner
+    learner = trainer.learner
     shapes = learner.shapes(adapters=True)
     assert shapes["model.layers.1.mlp.down_proj.lora_A.weight"].shape == (RANK, 128)
     assert shapes["model.layers.1.mlp.down_proj.lora_B.weight"].shape == (64, RANK)
@@ -158,7 +158,8 @@ def test_the_adapters_that_are_saved_beside_the_model_compute_as_it_with_peft(
     folder = FAMILIES[family].make(tmp_path / family)
     trainer = make_trainer(folder, lora=LORA.model_copy(update={"target_modules": targets}))
     draw_adapters(trainer)
-    saved = Path(trainer.snapshots.save(str(tmp_path / "saved")))
+    saved = tmp_path / "saved"
+    trainer.learner.save(saved)
     whole = AutoModelForCausalLM.from_pretrained(saved)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), saved / "adapters")
     ids = torch.arange(4, 40)[None]
@@ -172,9 +173,9 @@ def test_the_adapters_that_are_saved_beside_the_model_compute_as_it_with_peft(
     described = json.loads((saved / "adapters" / "adapter_config.json").read_text())
     assert (described["base_model_name_or_path"], described["task_type"]) == (str(folder), "CAUSAL_LM")
     # A second time in its place, and as part of a snapshot.
-    trainer.snapshots.save(str(saved))
-    trainer.snapshots.take_snapshot(str(tmp_path / "snapshot"), 1)
-    trainer.snapshots.write_snapshot()
+    trainer.learner.save(saved)
+    trainer.learner.take_snapshot(tmp_path / "snapshot", 1)
+    trainer.learner.write_snapshot()
     files = {file.name for file in (tmp_path / "snapshot" / "model" / "adapters").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files
 
@@ -184,9 +185,9 @@ def test_adapters_with_a_head_of_their_own_or_of_experts_are_saved_merged_only(
 ) -> None:
     config = CriticConfig(model=str(policy_folder), optimizer=OptimizerConfig(learning_rate=1e-2), lora=LORA)
     critic = CriticTrainer(config)
-    critic.snapshots.save(str(tmp_path / "critic"))
+    critic.learner.save(tmp_path / "critic")
     experts = make_trainer(FAMILIES["qwen3-moe"].make(tmp_path / "experts"), lora=LORA)
-    experts.snapshots.save(str(tmp_path / "policy"))
+    experts.learner.save(tmp_path / "policy")
     for name in ("critic", "policy"):
         assert (tmp_path / name / "model.safetensors").exists()
         assert not (tmp_path / name / "adapters").exists()
@@ -197,9 +198,10 @@ def test_what_is_saved_and_sent_computes_as_the_adapted_model(policy_folder: Pat
     draw_adapters(trainer)
     expected = logprob_rows(trainer, arrays(PROMPTS), arrays(RESPONSES))
     assert furthest(expected, logprob_rows(make_trainer(policy_folder), arrays(PROMPTS), arrays(RESPONSES))) > 0.1
-    again = make_trainer(Path(trainer.snapshots.save(str(tmp_path / "saved"))))
+    trainer.learner.save(tmp_path / "saved")
+    again = make_trainer(tmp_path / "saved")
     assert furthest(logprob_rows(again, arrays(PROMPTS), arrays(RESPONSES)), expected) < 1e-5
-    sent, whole = dict(trainer._learner.full_weights()), dict(again._learner.full_weights())
-    assert list(sent) == list(whole) == list(trainer._learner.shapes())
+    sent, whole = dict(trainer.learner.full_weights()), dict(again.learner.full_weights())
+    assert list(sent) == list(whole) == list(trainer.learner.shapes())
     for name, tensor in sent.items():
         np.testing.assert_allclose(tensor.numpy(), whole[name].numpy(), atol=1e-6)

@@ -81,8 +81,8 @@ def make_policy(folder: Path, **layout: Any) -> PolicyTrainer:
 def snapshot(policy_folder: Path, tmp_path: Path) -> Path:
     """Folder with a snapshot of the untrained policy."""
     trainer = make_policy(policy_folder)
-    trainer.snapshots.take_snapshot(str(tmp_path / "policy"), 0)
-    trainer.snapshots.write_snapshot()
+    trainer.learner.take_snapshot(tmp_path / "policy", 0)
+    trainer.learner.write_snapshot()
     return tmp_path / "policy"
 
 
@@ -98,17 +98,17 @@ def test_the_snapshot_of_a_policy_holds_a_model_that_transformers_loads(policy_f
 def test_another_layout_is_refused_by_name(policy_folder: Path, snapshot: Path) -> None:
     other = make_policy(policy_folder, zero_stage=1, ema_decay=0.5)
     with pytest.raises(InvalidArgument, match=r"zero_stage: 0 in the checkpoint, 1 here; ema: False .*, True here"):
-        other.snapshots.restore(str(snapshot))
+        other.learner.restore(snapshot)
     with pytest.raises(InvalidArgument, match="does not hold a checkpoint"):
-        other.snapshots.restore(str(snapshot.parent / "nothing"))
+        other.learner.restore(snapshot.parent / "nothing")
 
 
 def test_the_optimizer_goes_on_as_it_is_configured_now(policy_folder: Path, snapshot: Path) -> None:
     changed = OPTIMIZER.model_copy(update={"learning_rate": 4e-3, "weight_decay": 0.5, "eps": 1e-5})
     config = PolicyConfig(model=str(policy_folder), optimizer=changed)
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=5), Distribution(1.0))
-    trainer.snapshots.restore(str(snapshot))
-    [group] = trainer._learner._engine.optimizer.param_groups
+    trainer.learner.restore(snapshot)
+    [group] = trainer.learner._engine.optimizer.param_groups
     assert group["lr"] == pytest.approx(4e-3 / 3)
     assert (group["weight_decay"], group["eps"]) == (0.5, 1e-5)
     # One third of the rate, and two, in the two steps of warm-up, and then all of it.
@@ -122,11 +122,11 @@ def test_the_optimizer_goes_on_as_it_is_configured_now(policy_folder: Path, snap
 def test_random_numbers_go_on_where_they_were(policy_folder: Path, tmp_path: Path) -> None:
     trainer = make_policy(policy_folder)
     torch.manual_seed(3)
-    trainer.snapshots.take_snapshot(str(tmp_path / "policy"), 0)
-    trainer.snapshots.write_snapshot()
+    trainer.learner.take_snapshot(tmp_path / "policy", 0)
+    trainer.learner.write_snapshot()
     expected = torch.rand(4)
     torch.manual_seed(5)
-    trainer.snapshots.restore(str(tmp_path / "policy"))
+    trainer.learner.restore(tmp_path / "policy")
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_was_cut_short_is_refused(policy_folder: Path, snapshot: Pat
     file = snapshot / "rank-0.pt"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InvalidArgument, match=r"rank-0.pt is not a complete part of a checkpoint"):
-        make_policy(policy_folder).snapshots.restore(str(snapshot))
+        make_policy(policy_folder).learner.restore(snapshot)
 
 
 class Payload:

@@ -58,7 +58,8 @@ def test_what_is_trained_and_saved_is_what_transformers_loads(folder: Path, tmp_
     trainer = make_trainer(folder)
     assert plain.furthest(logprob_rows(trainer, PROMPTS, RESPONSES), _plain(folder)) < 1e-4
     assert train(trainer)["first_log_ratio_max"] < 1e-4
-    saved = Path(trainer.snapshots.save(str(tmp_path / "saved")))
+    saved = tmp_path / "saved"
+    trainer.learner.save(saved)
     now = logprob_rows(trainer, PROMPTS, RESPONSES)
     assert plain.furthest(now, _plain(saved)) < 1e-4
     assert plain.furthest(now, _plain(folder)) > 1e-2
@@ -81,7 +82,8 @@ def test_adapters_are_trained_and_merged(folder: Path, tmp_path: Path) -> None:
     assert plain.furthest(before, _plain(folder)) < 1e-4
     assert train(trainer)["first_log_ratio_max"] < 1e-4
     train(trainer)
-    saved = Path(trainer.snapshots.save(str(tmp_path / "saved")))
+    saved = tmp_path / "saved"
+    trainer.learner.save(saved)
     now = logprob_rows(trainer, PROMPTS, RESPONSES)
     assert plain.furthest(now, _plain(saved)) < 1e-4
     assert plain.furthest(now, before) > 1e-4
@@ -113,7 +115,8 @@ def test_a_critic_values_and_learns(folder: Path, tmp_path: Path) -> None:
     batch = CriticBatch(PROMPTS, RESPONSES, values, returns)
     losses = [train_critic(trainer, batch, epochs=1, minibatch_size=6, seed=0)["loss"] for _ in range(5)]
     assert losses[-1] < losses[0]
-    saved = Path(trainer.snapshots.save(str(tmp_path / "critic")))
+    saved = tmp_path / "critic"
+    trainer.learner.save(saved)
     now = value_rows(trainer, PROMPTS, RESPONSES)
     assert plain.furthest(now, plain.values(saved, PROMPTS, RESPONSES)) < 1e-4
     assert plain.furthest(now, values) > 1e-2

@@ -87,7 +87,7 @@ class WatchedPusher(FakePusher):
         self.pushed: list[str] = []
 
     async def push(self, version: int) -> PushReport:
-        self.pushed.append(digest(self.learner._learner.full_weights()))
+        self.pushed.append(digest(self.learner.learner.full_weights()))
         return await super().push(version)
 
 
@@ -151,7 +151,7 @@ class Run:
                 Waits(UNTRACED),
             )
             await trainer.run(TrainState(step=0, first_version=1, first_critic_step=0), self.folder / "policy")
-            self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
+            self.weights = digest(learner.learner.full_weights()), digest(critic.trainer.learner.full_weights())
         self.pushed = pusher.pushed
         return self
 
@@ -182,7 +182,7 @@ class Run:
                 assert distance.kl is not None
                 kl_coef = adapted(kl_coef, distance.kl, len(batch), target=KL["target"], horizon=KL["horizon"])
                 normalisers = estimate.normalisers
-            self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
+            self.weights = digest(learner.learner.full_weights()), digest(critic.trainer.learner.full_weights())
         return self
 
 
