@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -55,7 +54,7 @@ def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[
     _check_startable(deployment)
     port = deployment.port
     if port.wants_token:
-        port = replace(port, policy=local.policy_in())
+        port = port.model_copy(update={"policy": local.policy_in()})
     # Not set in this process, where the next file without a section `security` would take them for the user's.
     ray = cluster.start(say, promised=deployment.ports.values(), variables=port.environment)
     cluster.check_environment(ray, port.environment)

@@ -23,7 +23,7 @@ from orchestrator.deployment.record import gaps, record
 from quartet.config.base import LAST_PORT, Config, ConfigError, read_yaml
 from quartet.config.explain import shown, unknown
 from quartet.config.learner import LearnerConfig
-from quartet.security.port import Port, SecurityConfig
+from quartet.security.port import Port
 from services.critic.config import CriticConfig
 from services.reward.config import RewardConfig
 
@@ -224,7 +224,7 @@ def _whole(raw: dict[str, Any], path: str | Path, check_services: bool) -> Servi
     port = Port.of()
     try:
         if "security" in raw:
-            port = SecurityConfig.parse(raw["security"] or {}, "security").port
+            port = Port.parse(raw["security"] or {}, "security")
         if check_services:
             port.checked()
     except ConfigError as error:

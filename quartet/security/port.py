@@ -3,9 +3,8 @@
 import ipaddress
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from quartet.config.base import Config, ConfigError
 from quartet.security.policy import AccessPolicy, load_policy
@@ -19,7 +18,6 @@ LOCAL_VARIABLE = "QUARTET_LOCAL"
 HTTP_VARIABLE = "QUARTET_HTTP"
 """`open` lets Serve's HTTP port listen, on loopback, for OpenAI's protocol and for the reward service; with any other
 value it stays closed."""
-Local = Literal["token", "open"]
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "quartet.serving.proxy:bind_to_host"
 """Value of that variable, by which Serve's proxies open the port with its guard. `quartet up` sets it; on another
@@ -34,15 +32,15 @@ REPLICA_HOST_VARIABLE = "QUARTET_REPLICA_HOST"
 as replicas on several nodes need it. `quartet up` sets 127.0.0.1."""
 
 
-class SecurityConfig(Config):
+class Port(Config):
     """The section `security:` of the YAML file: the gRPC port's address and policy, and whether the HTTP port is
     open. Without it only this machine can reach the gRPC port."""
 
     host: str = "127.0.0.1"
     """Address on which the gRPC port listens. An address other than loopback needs a policy with tls."""
-    policy: str | None = None
+    policy: Path | None = None
     """Path of the policy file (quartet/security/policy.py). null, on loopback only: as `local` says."""
-    local: Local = "token"
+    local: Literal["token", "open"] = "token"
     """Without a policy: token lets in only the user who called `quartet up`, by a token in `.quartet/access`, which
     callers in the same folder find by themselves; open lets every user of this machine do everything."""
     http: bool = False
@@ -50,31 +48,17 @@ class SecurityConfig(Config):
     rollout service (docs/openai.md), and programs without gRPC the reward service (docs/reward-http.md). The policy
     and its roles hold there as they do at the gRPC port."""
 
-    @property
-    def port(self) -> "Port":
-        """The port that the section describes."""
-        return Port(self.host, None if self.policy is None else Path(self.policy), self.local, self.http)
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """The gRPC port's address and its policy."""
-
-    host: str = "127.0.0.1"
-    policy: Path | None = None
-    local: Local = "token"
-    """Access without a policy, as SecurityConfig.local describes it; ignored if there is one."""
-    http: bool = False
-    """True if Serve's HTTP port listens too."""
-
     @classmethod
-    def of(cls, environment: Mapping[str, str] | None = None) -> "Port":
+    def of(cls, environment: Mapping[str, str] | None = None) -> Self:
         """The port that the environment variables describe."""
         variables = os.environ if environment is None else environment
         policy = variables.get(POLICY_VARIABLE)
-        local: Local = "open" if variables.get(LOCAL_VARIABLE) == "open" else "token"
-        http = variables.get(HTTP_VARIABLE) == "open"
-        return cls(variables.get(HOST_VARIABLE) or "127.0.0.1", Path(policy) if policy else None, local, http)
+        return cls(
+            host=variables.get(HOST_VARIABLE) or "127.0.0.1",
+            policy=Path(policy) if policy else None,
+            local="open" if variables.get(LOCAL_VARIABLE) == "open" else "token",
+            http=variables.get(HTTP_VARIABLE) == "open",
+        )
 
     @property
     def environment(self) -> dict[str, str]:

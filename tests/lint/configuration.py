@@ -18,7 +18,7 @@ from orchestrator.deployment.facts.scorers import ScorersFacts
 from orchestrator.supervised.registry import TRAININGS
 from quartet.config.base import Config
 from quartet.config.explain import shown
-from quartet.security.port import SecurityConfig
+from quartet.security.port import Port
 
 PAGE = Path(__file__).parents[2] / "docs/configuration.md"
 INTRODUCTION = """\
@@ -95,7 +95,7 @@ PARTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Facts of scorers alone", "", ScorersFacts),
     ("Orchestrator", "orchestrator", OrchestratorConfig),
     *((f"Service {name}", f"services.{name}", service.config) for name, service in SERVICES.items()),
-    ("Security", "security", SecurityConfig),
+    ("Security", "security", Port),
     *((f"File of `quartet {name}`", name, training) for name, training in TRAININGS.items()),
 )
 """Title, place in a file of facts, and section. In a whole file a service's keys are its application's `args:`; a
@@ -254,7 +254,8 @@ def _words(kind: Any) -> str:
         return " or ".join(dict.fromkeys(_words(choice) for choice in get_args(kind)))
     if origin in (tuple, list):
         return "list"
-    names = {bool: "true or false", int: "whole number", float: "number", str: "text", types.NoneType: "null"}
+    names = {bool: "true or false", int: "whole number", float: "number", types.NoneType: "null"}
+    names |= dict.fromkeys((str, Path), "text")
     return names.get(kind, "mapping")
 
 

@@ -25,7 +25,7 @@ from protos import reward_pb2
 from quartet.security.credentials import VARIABLE, connect
 from quartet.security.identity import Role
 from quartet.security.keys.folder import Keys
-from quartet.security.port import Port, SecurityConfig
+from quartet.security.port import Port
 from quartet.wire.errors import PermissionDenied, Unauthenticated, Unavailable
 from services.reward.client import RewardClient
 from tests.configuration import REPO, model_scorer
@@ -47,7 +47,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 @pytest.fixture(scope="module")
 def port(keys: Keys) -> Port:
     """Open on every address of this machine to those whom the policy names."""
-    port = SecurityConfig.parse(shipped()["security"] | {"policy": str(keys.policy)}, "security").port
+    port = Port.parse(shipped()["security"] | {"policy": str(keys.policy)}, "security")
     assert port.host == "0.0.0.0"
     return port
 

@@ -149,7 +149,7 @@ def test_the_port_of_a_file_without_the_section_is_that_of_the_environment(
     tmp_path: Path, section: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "plain.yaml", {"orchestrator": section})
-    assert Deployment.load(path).port == Port("127.0.0.1", None)
+    assert Deployment.load(path).port == Port()
     monkeypatch.setenv("QUARTET_GRPC_HOST", "0.0.0.0")
     with pytest.raises(ConfigError, match="is open to other machines"):
         Deployment.load(path, check_services=True)

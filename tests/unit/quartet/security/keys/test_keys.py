@@ -30,7 +30,7 @@ def test_the_command_makes_a_policy_that_opens_a_port(tmp_path: Path) -> None:
     arguments = ["keys", str(keys), "--host", "10.0.0.5", "--client", "run-a=trainer", "--client", "e=judge-client"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    policy = Port("0.0.0.0", keys / "policy.yaml").checked()
+    policy = Port(host="0.0.0.0", policy=keys / "policy.yaml").checked()
     assert policy is not None
     assert {name: identity.role for name, identity in policy.identities.items()} == {
         "run-a": "trainer",
@@ -97,17 +97,17 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "reward.internal", "192.0.2.2"])
 def test_off_loopback_nothing_opens_without_tls_and_a_policy(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="no policy says who may call; set security"):
-        Port(host).checked()
+        Port(host=host).checked()
     plain = write(tmp_path / "policy.yaml", {"identities": {"a": TOKEN}})
     with pytest.raises(ConfigError, match="tls: required"):
-        Port(host, plain).checked()
-    assert Port("127.0.0.1", plain).checked() is not None
+        Port(host=host, policy=plain).checked()
+    assert Port(policy=plain).checked() is not None
 
 
 def test_the_port_travels_in_the_environment(tmp_path: Path) -> None:
-    port = Port("10.0.0.5", tmp_path / "policy.yaml")
+    port = Port(host="10.0.0.5", policy=tmp_path / "policy.yaml")
     assert Port.of(port.environment) == port
-    assert Port.of({}) == Port("127.0.0.1", None, "token")
+    assert Port.of({}) == Port()
     given = {HOST_VARIABLE: "127.0.0.1", POLICY_VARIABLE: "", LOCAL_VARIABLE: "token", HTTP_VARIABLE: ""}
     assert Port().environment == given
     for same in (Port(), Port(local="open"), Port(http=True)):
@@ -122,7 +122,7 @@ def test_on_loopback_nothing_opens_either_until_something_says_who_may_call(tmp_
     plain = write(tmp_path / "policy.yaml", {"identities": {"a": TOKEN}})
     assert Port(policy=plain).opened() is not None
     with pytest.raises(ConfigError, match="is open to other machines"):
-        Port("0.0.0.0", local="open").opened()
+        Port(host="0.0.0.0", local="open").opened()
 
 
 @pytest.mark.parametrize(
