@@ -1,11 +1,11 @@
-"""The models that a run trains, as the loop sees them: the policy, and the critic if there is one."""
+"""The models that a run trains, as the loop sees them: the policy, which is in `policy`, and the critic
+if there is one."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.policy.ranks import Policy
 from quartet.columns import Columns
 from quartet.ranks.group import RanksLost
 from services.critic.client import CriticClient, CriticReset
@@ -56,34 +56,6 @@ class Learner(Snapshotted, Protocol):
 
     async def restore(self, checkpoint: Path) -> None:
         """Goes back to its state in `checkpoint`. InvalidArgument if that does not hold it."""
-
-
-class PolicyLearner:
-    """The policy, a Learner."""
-
-    name, prefix = "policy", "policy"
-
-    def __init__(self, policy: Policy, config: OrchestratorConfig) -> None:
-        self._policy = policy
-        self._config = config
-
-    async def train(self, update: Update) -> dict[str, float]:
-        """Trains on the batch's advantages; does nothing, and measures nothing, in the critic's own steps."""
-        if not self._config.algorithm.trains_policy(update.step):
-            return {}
-        return await self._policy.train(update.columns, update.kl_coef, update.seed)
-
-    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
-        """Copies the state and the model; without copies, writes them at once."""
-        await self._policy.take_snapshot(str(checkpoint / self.name), step, copies)
-
-    async def write_snapshot(self, checkpoint: Path) -> None:
-        """Brings the copies to disk."""
-        await self._policy.write_snapshot()
-
-    async def restore(self, checkpoint: Path) -> None:
-        """Restores the state, on ranks of the same layout."""
-        await self._policy.restore(str(checkpoint / self.name))
 
 
 class CriticLearner:

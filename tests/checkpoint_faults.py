@@ -24,10 +24,11 @@ from transformers.utils import logging as transformers_logging
 
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.config.checkpoint import CheckpointConfig
-from orchestrator.learners import CriticLearner, PolicyLearner
+from orchestrator.learners import CriticLearner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.loop.state import TrainState
+from orchestrator.policy.ranks import Policy
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
@@ -38,7 +39,7 @@ from tests import disk_faults
 from tests.learner_batches import CriticBatch, PolicyBatch, train_critic, train_policy
 from tests.unit.rows import noise, pairs
 
-POLICY, CRITIC = PolicyLearner.name, CriticLearner.name
+POLICY, CRITIC = Policy.name, CriticLearner.name
 KINDS = ("killed at an event", "killed at a moment", "full at an event", disk_faults.WITHIN)
 CONFIG = CheckpointConfig(every=1, keep=1)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)

@@ -11,10 +11,11 @@ from orchestrator.commands.run_folder import check_untrained, checkpoint_folder,
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.record import record
-from orchestrator.learners import Learner, PolicyLearner
+from orchestrator.learners import Learner
 from orchestrator.loop.checkpoint_folder import Checkpoint, latest
 from orchestrator.loop.identities import PartIdentity, changes
 from orchestrator.loop.state import TrainState
+from orchestrator.policy.ranks import Policy
 from quartet.config.base import ConfigError, read_yaml
 from quartet.config.learner import PolicyConfig
 from quartet.learner.layout import LAYOUT, Layout
@@ -41,7 +42,7 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
         raise ConfigError(
             f"orchestrator.steps: {steps}, but the last checkpoint is of step {step}; give {step} or more"
         )
-    check_layout(checkpoint.folder / PolicyLearner.name, config.policy)
+    check_layout(checkpoint.folder / Policy.name, config.policy)
     if step == steps:
         note(f"{run_dir} is finished, at step {step}; its policy is written again, and more steps go on")
     else:

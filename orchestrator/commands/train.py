@@ -32,7 +32,7 @@ from orchestrator.experience.collector import Collector, OldLogprobs
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import evaluation_requests
 from orchestrator.experience.source import ExperienceSource
-from orchestrator.learners import CriticLearner, Learner, PolicyLearner
+from orchestrator.learners import CriticLearner, Learner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
 from orchestrator.loop.identities import identities, user_identities
@@ -267,7 +267,7 @@ class Run:
 
     def _learners(self, policy: Policy, state: TrainState) -> list[Learner]:
         """The models that this run trains: the policy, and the critic if its advantages need one."""
-        learners: list[Learner] = [PolicyLearner(policy, self._config)]
+        learners: list[Learner] = [policy]
         if self.services.critic is not None and state.first_critic_step is not None:
             learners.append(CriticLearner(self.services.critic, self._config, state.first_critic_step))
         return learners

@@ -1,4 +1,4 @@
 """The policy's learner: its objective and the ranks that it runs on.
 
-May import algorithms, config and quartet. commands and learners import it.
+May import algorithms, config, learners and quartet. commands imports it.
 """

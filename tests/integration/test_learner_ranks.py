@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from orchestrator.config.run import OrchestratorConfig
+from orchestrator.learners import Update
 from orchestrator.policy.ranks import Policy
 from orchestrator.policy.sampled import sampled_from
 from protos import rollout_pb2 as pb
@@ -47,7 +48,7 @@ async def learner(quartet: Quartet, on_ray: None) -> AsyncIterator[Policy]:
     config = OrchestratorConfig.parse(raw, "orchestrator")
     policy = await Policy.start(config, sampled_from(config, load_tokenizer(config.policy.model)))
     yield policy
-    policy.stop()
+    await policy.close()
 
 
 def make_batch(logprobs: list[np.ndarray]) -> PolicyBatch:
@@ -59,7 +60,7 @@ async def test_two_ranks_compute_train_and_push_as_one(quartet: Quartet, learner
     expected = cut(await quartet.reference.logprobs(PAIRS, temperature=1.0, timeout_s=60), RESPONSES)
     before = cut(await learner.logprobs(PAIRS), RESPONSES)
     assert plain.furthest(before, expected) < 1e-4
-    metrics = await learner.train(make_batch(before).columns, 0.0, seed=0)
+    metrics = await learner.train(Update(step=1, seed=0, columns=make_batch(before).columns, kl_coef=0.0))
     assert metrics["ratio_mean"] == pytest.approx(1, abs=0.5)
     assert plain.furthest(cut(await learner.logprobs(PAIRS), RESPONSES), before) > 0.01
     reports = await quartet.services.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
@@ -78,7 +79,7 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
     )
     actor: Any = learner._ranks._ranks[1]._making.result()  # type: ignore[attr-defined]
     pid = await actor.__ray_call__.remote(lambda _: os.getpid())
-    training = asyncio.ensure_future(learner.train(many.columns, 0.0, seed=0))
+    training = asyncio.ensure_future(learner.train(Update(step=1, seed=0, columns=many.columns, kl_coef=0.0)))
     await computing(pid, 120)
     assert not training.done()
     began = time.monotonic()

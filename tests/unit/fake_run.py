@@ -11,7 +11,7 @@ from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Collected
 from orchestrator.experience.source import ExperienceSource
-from orchestrator.learners import CriticLearner, PolicyLearner
+from orchestrator.learners import CriticLearner, Update
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
@@ -31,6 +31,8 @@ SAVE_TO = Path("saved")
 
 
 class FakePolicy:
+    name, prefix = "policy", "policy"
+
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.batches: list[tuple[PolicyBatch, int]] = []
@@ -50,13 +52,13 @@ class FakePolicy:
         rows = [np.full(len(response), -1.25, np.float32) for response in self.batches[-1][0].responses]
         return [row if index < self.known else row[:0] for index, row in enumerate(rows)]
 
-    async def train(self, batch: Columns, kl_coef: float, seed: int) -> dict[str, float]:
+    async def train(self, update: Update) -> dict[str, float]:
         self.journal.note("train policy")
         if self.meeting:
             await self.meeting.wait()
         if self.failure:
             raise self.failure
-        self.batches.append((PolicyBatch.of(batch, kl_coef), seed))
+        self.batches.append((PolicyBatch.of(update.columns, update.kl_coef), update.seed))
         skipped = {"skipped_in_a_row": float(self.skipped_in_a_row.pop(0))} if self.skipped_in_a_row else {}
         return {"loss": 0.5, "sampled_entropy": 1.5} | skipped
 
@@ -199,7 +201,7 @@ class Stage:
     def trainer(self, first_critic_step: int | None) -> Trainer:
         """The loop, with a critic whose last step was this; None for a run without one."""
         config, services = self.config, self.fakes.services
-        learners: list[Any] = [PolicyLearner(self.policy, config)]  # type: ignore[arg-type]
+        learners: list[Any] = [self.policy]
         if services.critic is not None and first_critic_step is not None:
             learners.append(CriticLearner(services.critic, config, first_critic_step))
         return Trainer(

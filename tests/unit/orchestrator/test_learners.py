@@ -1,13 +1,12 @@
-"""Policy and critic as learners: what each is asked in an update, in a checkpoint and in a restart."""
+"""The critic as a learner: what it is asked in an update, in a checkpoint and in a restart."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from orchestrator.learners import CriticLearner, PolicyLearner, Update
+from orchestrator.learners import CriticLearner, Update
 from tests.trajectories import of
 from tests.unit.fakes import make_config
 
@@ -28,31 +27,6 @@ class Recorder:
             return {"loss": 0.5}
 
         return called
-
-
-async def test_the_policy_trains_on_the_batch_and_writes_into_its_folder(policy_folder: Path, tmp_path: Path) -> None:
-    policy = Recorder()
-    learner = PolicyLearner(policy, make_config(policy_folder))  # type: ignore[arg-type]
-    assert await learner.train(UPDATE) == {"loss": 0.5}
-    await learner.take_snapshot(tmp_path, 3, copies=True)
-    await learner.write_snapshot(tmp_path)
-    await learner.restore(tmp_path)
-    folder = str(tmp_path / "policy")
-    assert policy.calls == [
-        ("train", (COLUMNS, 0.25, 41), {}),
-        ("take_snapshot", (folder, 3, True), {}),
-        ("write_snapshot", (), {}),
-        ("restore", (folder,), {}),
-    ]
-
-
-@pytest.mark.parametrize(("steps", "calls"), [(2, 1), (3, 0)])
-async def test_the_policy_does_nothing_in_the_critics_own_steps(policy_folder: Path, steps: int, calls: int) -> None:
-    policy = Recorder()
-    config = make_config(policy_folder, algorithm={"minibatch_size": 1, "critic_only_steps": steps})
-    learner = PolicyLearner(policy, config)  # type: ignore[arg-type]
-    assert await learner.train(UPDATE) == ({"loss": 0.5} if calls else {})
-    assert len(policy.calls) == calls
 
 
 async def test_the_critics_steps_go_on_from_its_first_and_its_folder_has_a_name_under_the_root(

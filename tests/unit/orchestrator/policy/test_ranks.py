@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from orchestrator.config.run import OrchestratorConfig
+from orchestrator.learners import Update
 from orchestrator.policy.ranks import Policy
 from quartet.ranks.group import RankDied, RankGroup, RanksLost
 from quartet.weight_transfer.memory.buckets import checksum
@@ -16,9 +17,10 @@ from tests.unit.fake_ranks import NEVER, FakeRank
 
 ROWS = [np.ones(2, np.float32)]
 BATCH = of([[7]], [[8, 9]], logprobs=ROWS, advantages=ROWS, values=ROWS)
+UPDATE = Update(step=3, seed=41, columns=BATCH, kl_coef=0.25)
 
 
-def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1) -> Policy:
+def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1, **algorithm: Any) -> Policy:
     config = OrchestratorConfig.parse(
         {
             "name": "test",
@@ -26,6 +28,7 @@ def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1) -> Policy:
             "policy": {"model": str(folder), "optimizer": {"learning_rate": 0.1}, "ranks": len(ranks)},
             "weights": {"senders": senders, "bucket_mib": 2, "stall_s": 0.5, "timeout_s": 0.05},
             "timeouts": {"train_s": 5},
+            "algorithm": algorithm,
         },
         "orchestrator",
     )
@@ -47,7 +50,7 @@ async def test_all_ranks_train_and_rank_0_answers(policy_folder: Path) -> None:
     ranks = [FakeRank("numbers", {"loss": 1.0}), FakeRank()]
     policy = make_policy(policy_folder, *ranks)
     assert await policy.logprobs(BATCH) == "numbers"  # type: ignore[comparison-overlap]
-    assert await policy.train(BATCH, 0.1, 3) == {"loss": 1.0}
+    assert await policy.train(UPDATE) == {"loss": 1.0}
     await policy.gather(4)
     await policy.save(Path("there"))
     for rank in ranks:
@@ -55,8 +58,31 @@ async def test_all_ranks_train_and_rank_0_answers(policy_folder: Path) -> None:
         assert (asked, trained) == (["run", "PolicyTrainer.logprobs"], ["run", "PolicyTrainer.train"])
         # No rank gets columns that it does not read.
         assert (list(bare.columns), list(batch.columns)) == ([], ["logprobs", "advantages"])
-        assert (kl_coef, seed) == (0.1, 3)
+        assert (kl_coef, seed) == (0.25, 41)
         assert others == [("run", "WeightSending.gather", 4), ("run", "RankLearner.save", Path("there"))]
+
+
+async def test_every_rank_writes_its_part_of_the_policys_folder(policy_folder: Path, tmp_path: Path) -> None:
+    ranks = [FakeRank() for _ in range(2)]
+    policy = make_policy(policy_folder, *ranks)
+    await policy.take_snapshot(tmp_path, 3, copies=False)
+    await policy.write_snapshot(tmp_path)
+    await policy.restore(tmp_path)
+    folder = tmp_path / "policy"
+    for rank in ranks:
+        assert rank.called == [
+            ("run", "RankLearner.take_snapshot", folder, 3, False),
+            ("run_beside", "RankLearner.write_snapshot"),
+            ("run", "RankLearner.restore", folder),
+        ]
+
+
+@pytest.mark.parametrize(("steps", "calls"), [(2, 1), (3, 0)])
+async def test_it_does_nothing_in_the_critics_own_steps(policy_folder: Path, steps: int, calls: int) -> None:
+    rank = FakeRank({"loss": 1.0})
+    policy = make_policy(policy_folder, rank, critic_only_steps=steps)
+    assert await policy.train(UPDATE) == ({"loss": 1.0} if calls else {})
+    assert len(rank.called) == calls
 
 
 async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> None:
@@ -91,8 +117,8 @@ async def test_a_dead_rank_is_the_end_of_training(policy_folder: Path) -> None:
     ranks = [FakeRank(after_s=NEVER), FakeRank(RankDied("killed"))]
     policy = make_policy(policy_folder, *ranks)
     with pytest.raises(RanksLost, match=r"policy.train: rank 1 of 2 died: killed"):
-        await policy.train(BATCH, 0.0, 0)
+        await policy.train(UPDATE)
     with pytest.raises(RanksLost, match="rank 1 of 2 died"):
         await policy.save(Path("there"))
-    policy.stop()
+    await policy.close()
     assert min(rank.killed for rank in ranks) > 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from orchestrator.learners import Update
 from orchestrator.policy.ranks import Policy
 from orchestrator.policy.trainer import PolicyTrainer
 from orchestrator.push.prover import Prover
@@ -63,6 +64,10 @@ async def learner(
     await policy.close()
 
 
+def update_of(seed: int) -> Update:
+    return Update(step=1, seed=seed, columns=BATCH.columns, kl_coef=BATCH.kl_coef)
+
+
 def copied(trainer: PolicyTrainer) -> Weights:
     return {name: tensor.detach().clone() for name, tensor in trainer.learner.full_weights()}
 
@@ -78,9 +83,7 @@ async def test_training_right_after_staging_changes_nothing_that_is_delivered(
     async with learner(policy_folder, backend) as (policy, trainer, pusher, replica):
         first = copied(trainer)
         staged = await pusher.stage(1)
-        await policy.train(
-            BATCH.columns, BATCH.kl_coef, seed=0
-        )  # begun, and ended, before the first byte is delivered
+        await policy.train(update_of(0))  # begun, and ended, before the first byte is delivered
         second = copied(trainer)
         assert not same(first, second)
         report = await pusher.deliver(staged)
@@ -88,7 +91,7 @@ async def test_training_right_after_staging_changes_nothing_that_is_delivered(
         assert same(replica.engine._model, first)
         # Once more, the delivery now beside the training.
         staged = await pusher.stage(2)
-        await asyncio.gather(policy.train(BATCH.columns, BATCH.kl_coef, seed=1), pusher.deliver(staged))
+        await asyncio.gather(policy.train(update_of(1)), pusher.deliver(staged))
         assert not same(copied(trainer), second)
         assert (replica.engine.version, same(replica.engine._model, second)) == (2, True)
 

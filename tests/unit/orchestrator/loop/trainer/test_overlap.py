@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.learners import Update
 from orchestrator.push.pusher import PushFailed
 from quartet.wire.errors import Unavailable
 from tests.unit.fake_run import Stage
@@ -31,13 +32,13 @@ async def test_a_version_is_delivered_while_the_next_batch_trains(policy_folder:
     stage = overlapped(policy_folder, steps=3, evaluation={"every": 0})
     trained, train = asyncio.Event(), stage.policy.train
 
-    async def told(batch: Any, *others: Any) -> dict[str, float]:
-        metrics = await train(batch, *others)
+    async def told(update: Update) -> dict[str, float]:
+        metrics = await train(update)
         if len(stage.policy.batches) == 2:
             trained.set()
         return metrics
 
-    stage.policy.train = told  # type: ignore[method-assign, assignment]
+    stage.policy.train = told  # type: ignore[method-assign]
     # Version 2 is delivered only after the second batch has been trained on.
     stage.pusher.gate = lambda version: trained.wait()
     async with asyncio.timeout(10):
@@ -114,12 +115,12 @@ async def test_a_failed_delivery_ends_the_run_at_once_with_its_own_error(
     stage.pusher.failure = PushFailed("version 2 after 5 attempts: a: gone")
     train, trains = stage.policy.train, iter([False, True])
 
-    async def stuck(batch: Any, *others: Any) -> dict[str, float]:
+    async def stuck(update: Update) -> dict[str, float]:
         if next(trains):
             await asyncio.Event().wait()
-        return await train(batch, *others)
+        return await train(update)
 
-    stage.policy.train = stuck  # type: ignore[method-assign, assignment]
+    stage.policy.train = stuck  # type: ignore[method-assign]
     async with asyncio.timeout(10):
         with pytest.raises(PushFailed, match="version 2 after 5 attempts: a: gone"):
             await stage.run()
@@ -131,12 +132,12 @@ async def test_a_failed_update_leaves_no_task(policy_folder: Path, left: Callabl
     stage.pusher.gate = lambda version: asyncio.Event().wait()  # never delivered
     train, trains = stage.policy.train, iter([None, Unavailable("the learner is gone")])
 
-    async def failing(batch: Any, *others: Any) -> dict[str, float]:
+    async def failing(update: Update) -> dict[str, float]:
         if failure := next(trains):
             raise failure
-        return await train(batch, *others)
+        return await train(update)
 
-    stage.policy.train = failing  # type: ignore[method-assign, assignment]
+    stage.policy.train = failing  # type: ignore[method-assign]
     async with asyncio.timeout(10):
         with pytest.raises(ExceptionGroup) as caught:
             await stage.run()

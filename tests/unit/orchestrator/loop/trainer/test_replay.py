@@ -18,7 +18,7 @@ from orchestrator.experience.collector import Collector
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import training_requests
 from orchestrator.experience.source import ExperienceSource
-from orchestrator.learners import CriticLearner, PolicyLearner, Update
+from orchestrator.learners import CriticLearner, Update
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages, measure_distance
 from orchestrator.loop.state import TrainState
@@ -143,7 +143,7 @@ class Run:
                 config,
                 source,
                 policy,
-                [PolicyLearner(policy, config), CriticLearner(critic, config, first_step=0)],  # type: ignore[arg-type]
+                [policy, CriticLearner(critic, config, first_step=0)],  # type: ignore[arg-type]
                 pusher,
                 FakeCheckpoints(self.fakes.journal),  # type: ignore[arg-type]
                 None,
@@ -176,8 +176,8 @@ class Run:
                 assert estimate.returns is not None
                 columns = batch.columns.with_sampled(advantages=estimate.advantages, returns=estimate.returns)
                 update = Update(step + 1, config.seed * 1_000_003 + step + 1, columns, kl_coef)
-                for each in (PolicyLearner(policy, config), values_of):
-                    await each.train(update)
+                await policy.train(update)
+                await values_of.train(update)
                 distance = measure_distance(batch, batch.columns.rows("old_logprobs"), config.algorithm, step + 1)
                 assert distance.kl is not None
                 kl_coef = adapted(kl_coef, distance.kl, len(batch), target=KL["target"], horizon=KL["horizon"])
