@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quartet.config.learner import LearnerConfig, OptimizerConfig
+from quartet.config.learner import LearnerConfig
 from quartet.folders import replace_model
 from quartet.learner.layout import LAYOUT, Layout
 from quartet.learner.lora import is_adapter, write_adapters
@@ -70,10 +70,15 @@ class RankLearner(TrainedModule):
                 cannot be made.
         """
         owner = f"{self._kind} of {run}" if run else self._kind
+        gathers = self._config.zero_stage == 3 or self._config.tensor_parallel.size > 1
+        first, weights = self.ranks.rank == 0, dict[str, torch.Tensor]()
         self.check_weights()
         with self.averaged():
-            weights = self.gathered()
-            if self.ranks.rank == 0:
+            for name, tensor in self.saved_weights():
+                if first:
+                    # A gathered tensor is on the device, and may be valid only until the next one.
+                    weights[name] = tensor.to("cpu", copy=True) if gathers else tensor
+            if first:
                 replace_model(folder.resolve(), partial(self._write, weights | _buffers(self.module)), owner)
 
     def take_snapshot(self, folder: Path, step: int, *, copies: bool = True) -> None:
@@ -125,7 +130,7 @@ class RankLearner(TrainedModule):
         own = self._snapshot.load(str(self._own_file(folder)))
         with self.optimizer_state.resident():
             self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
-            self._reapply(self._config.optimizer)
+            self._reapply()
         if self._average:
             self._average.load(own["average"])
         torch.set_rng_state(own["random"])
@@ -138,9 +143,9 @@ class RankLearner(TrainedModule):
         enters it, and none trains in it."""
         return self._average.in_place() if self._average else nullcontext()
 
-    def _reapply(self, optimizer: OptimizerConfig) -> None:
+    def _reapply(self) -> None:
         """Applies the present configuration of the optimizer in place of the checkpoint's."""
-        schedule = self._engine.lr_scheduler
+        optimizer, schedule = self._config.optimizer, self._engine.lr_scheduler
         schedule.base_lrs = [optimizer.learning_rate] * len(schedule.base_lrs)
         rate = optimizer.learning_rate * rate_factor(schedule.last_epoch, optimizer)
         for group in self._engine.optimizer.param_groups:

@@ -268,17 +268,6 @@ class TrainedModule:
         if self._config.lora is not None and separable(self.module):
             yield from self.full_weights(adapters=True)
 
-    def gathered(self) -> dict[str, torch.Tensor]:
-        """`saved_weights` on rank 0; empty on the others. Every rank calls it.
-
-        With ZeRO 3 or tensor parallelism these are copies in host memory, otherwise the parameters themselves.
-        """
-        first = self.ranks.rank == 0
-        copied = self._config.zero_stage == 3 or self._config.tensor_parallel.size > 1
-        return {
-            name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.saved_weights() if first
-        }
-
 
 def _groups(trained: list[nn.Parameter], config: LearnerConfig) -> list[nn.Parameter] | list[dict[str, Any]]:
     """Parameters in the groups in which the optimizer steps: of ZeRO 1 and 2 on the device, which divides each.
