@@ -142,19 +142,21 @@ def _learner(
     """Bytes of a learner's rank by kind: while it runs, and while it starts."""
     process = PROCESS if gpu else PROCESS_ON_CPU
     policy, own = not isinstance(config, CriticConfig), {LIBRARIES: process}
-    running = own | host_memory.held_bytes(config, shape, logits=policy)
+    shape = shape if policy else shape.body
+    whole = shape.parameters * BYTES[config.dtype]
+    running = own | host_memory.held_bytes(config, shape)
     if not gpu:
         running[COMPUTING] = learner_bytes(config, shape, logits=policy)
     if run.checkpoint.every and run.checkpoint.background:
-        running[host_memory.COPIES] = host_memory.copied_bytes(config, shape, logits=policy, rank=rank)
+        running[host_memory.COPIES] = host_memory.copied_bytes(config, shape, exported=policy, rank=rank)
     elif policy and not rank:
-        running[SAVED] = shape.parameters * BYTES[config.dtype]
+        running[SAVED] = whole
     if policy and rank < run.weights.senders:
         backend = run.weights.backend
         share = copy_bytes(shape, config.dtype, run.pushed_adapters) // run.weights.senders
         if backend != "cuda-ipc" and (backend, run.weights.stage) != ("nccl", "gpu"):
             running[SHARED if backend == "ipc" else SENT] = share
-    return running, own | {host_memory.READING: host_memory.read_bytes(config, shape, logits=policy)}
+    return running, own | {host_memory.READING: whole}
 
 
 def stages_on_host(run: OrchestratorConfig, section: RolloutConfig) -> bool:

@@ -14,20 +14,14 @@ WEIGHTS = "offloaded weights"
 MEAN = "running mean"
 COPIES = "copies for checkpoints"
 READING = "reading the model"
-"""Kind of memory: the whole model, while the process starts."""
+"""Kind of memory: the whole model, which each process reads as it starts; a rank, before DeepSpeed divides it."""
 SUB_GROUP = 1_000_000_000
 """Most parameters whose offloaded gradients DeepSpeed's ZeRO 3 keeps in one tensor, by default (`sub_group_size`)."""
 
 
-def held_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> dict[str, int]:
-    """Bytes of host memory that a rank on a GPU holds from its first update on, by kind.
-
-    Args:
-        config: the learner.
-        shape: its model.
-        logits: True for a language model, False for a value model.
-    """
-    shape = shape if logits else shape.body
+def held_bytes(config: LearnerConfig, shape: ModelSize) -> dict[str, int]:
+    """Bytes of host memory that a rank on a GPU holds from its first update on, by kind. `shape` is the model that is
+    trained: of a value model the body."""
     width = BYTES[config.dtype]
     own = -(-trained_parameters(config, shape) // config.copies)
     held = {}
@@ -56,25 +50,19 @@ def _offloaded(stage: int, own: int, width: int, *, largest: int) -> int:
     return 2 * 4 * own + 2 * pinned(4 * own) + pinned(own * width) + pinned(largest * width) + accumulated
 
 
-def copied_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool, rank: int) -> int:
-    """Bytes of host memory for the copies from which a rank writes a checkpoint while training goes on. Those of the
-    policy, which has logits, hold a model to load too."""
-    shape = shape if logits else shape.body
+def copied_bytes(config: LearnerConfig, shape: ModelSize, *, exported: bool, rank: int) -> int:
+    """Bytes of host memory for the copies from which a rank writes a checkpoint while training goes on; if
+    `exported`, the checkpoint holds a model to load too."""
     width, divided = BYTES[config.dtype], config.copies if config.zero_stage else 1
     whole = shape.parameters // config.tensor_parallel.size
     count = state_bytes(config, shape) // divided if config.zero_stage or not rank else 0
     if config.zero_stage < 3 and rank < config.tensor_parallel.size:
         count += whole * width
-    if logits and not rank:
+    if exported and not rank:
         count += shape.parameters * width
     if config.ema_decay:
-        count += held_bytes(config, shape, logits=True)[MEAN]
+        count += held_bytes(config, shape)[MEAN]
     return count
-
-
-def read_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> int:
-    """Bytes of the whole model, which each rank reads before DeepSpeed divides it."""
-    return (shape if logits else shape.body).parameters * BYTES[config.dtype]
 
 
 def pinned(size: int) -> int:

@@ -228,7 +228,7 @@ def test_colocated_states_are_pinned_and_a_mean_is_kept(policy_folder: Path) -> 
     def held(**fields: Any) -> int:
         given: dict[str, Any] = {"optimizer": {"learning_rate": 1e-5}, "model": str(policy_folder)}
         section = LearnerConfig.parse(given | {"dtype": "bfloat16"} | fields, "policy")
-        return sum(held_bytes(section, shape, logits=True).values())
+        return sum(held_bytes(section, shape).values())
 
     assert held(zero_stage=1) == 0
     assert held(zero_stage=1, colocate=True) == 3 * 4096

@@ -73,10 +73,12 @@ async def test_the_sums_of_two_ranks(
     measured: list[Held] = await asyncio.gather(*calls)
     given: dict[str, Any] = {"optimizer": OPTIMIZER, "ranks": RANKS, "micro_batch_tokens": TOKENS} | layout
     config = PolicyConfig(model=str(policy_folder), **given)
-    host = sum(held_bytes(config, size, logits=True).values())
+    host = sum(held_bytes(config, size).values())
     for rank, held in enumerate(measured):
         assert learner_bytes(config, size, logits=True) + host == pytest.approx(held.peak, rel=0.1)
-        assert copied_bytes(config, size, logits=True, rank=rank) == pytest.approx(held.copies, rel=0.02, abs=10_000)
+        assert copied_bytes(config, size, exported=True, rank=rank) == pytest.approx(
+            held.copies, rel=0.02, abs=10_000
+        )
         if name in OFFLOADED:
             # Between updates most of it is the host's: stage 1 has no gradients left on the GPU then.
             gone = size.parameters * BYTES[config.dtype] if config.zero_stage == 1 else 0
