@@ -232,13 +232,13 @@ def _whole(raw: dict[str, Any], path: str | Path, check_services: bool) -> Servi
     runs = "orchestrator" in raw
     if not (runs or listed):
         problems.append(f"{path}: applications: empty; a file of services holds one or more")
+    names = tuple(str(entry.get("name")) for entry in listed)
     orchestrator, wrong = _orchestrator(raw) if runs else (None, [])
     if orchestrator:
-        names = [str(entry.get("name")) for entry in listed]
         used = _used(orchestrator.services, orchestrator.algorithm, names)
         orchestrator = orchestrator.model_copy(update={"services": used})
     if check_services:
-        problems += applications.problems(listed, _needed(raw, orchestrator))
+        problems += applications.problems(listed, _needed(raw, orchestrator, names))
         problems += _wrong_for_serve(raw | {"applications": listed}, problems) + guarded.problems(raw, listed)
     problems += wrong
     if orchestrator and not problems:
@@ -247,7 +247,7 @@ def _whole(raw: dict[str, Any], path: str | Path, check_services: bool) -> Servi
         raise ConfigError("\n".join(problems))
     given: dict[str, Any] = {
         "path": Path(path),
-        "applications": tuple(str(application.get("name")) for application in listed),
+        "applications": names,
         "services": applications.parse(listed),
         "raw": raw,
         "port": port,
@@ -263,18 +263,20 @@ def _orchestrator(raw: Mapping[str, Any]) -> tuple[OrchestratorConfig | None, li
         return None, [str(error)]
 
 
-def _needed(raw: Mapping[str, Any], orchestrator: OrchestratorConfig | None) -> dict[str, str]:
+def _needed(
+    raw: Mapping[str, Any], orchestrator: OrchestratorConfig | None, names: Collection[str]
+) -> dict[str, str]:
     """Names of the applications that the file has to hold, those of all services without another target -> a clause
     on what would be right without them. Of a wrong section of the orchestrator its right parts tell, so that no error
-    follows from another."""
-    services = orchestrator.services if orchestrator else _services_of(raw)
+    follows from another. `names` are those of the file's applications."""
+    services = orchestrator.services if orchestrator else _services_of(raw, names)
     if services is None:
         return {}
     deployed = [name for name in services.used if services[name].target is None]
     return {services[name].application or name: _OPTIONAL.get(name, "") for name in deployed}
 
 
-def _services_of(raw: Mapping[str, Any]) -> ServicesConfig | None:
+def _services_of(raw: Mapping[str, Any], names: Collection[str]) -> ServicesConfig | None:
     """The services that a run with a wrong section uses; None if the section does not tell."""
     section = raw.get("orchestrator")
     if not isinstance(section, Mapping):
@@ -284,10 +286,6 @@ def _services_of(raw: Mapping[str, Any]) -> ServicesConfig | None:
         algorithm = parse(section.get("algorithm"))
     except ConfigError:
         return None
-    listed = raw.get("applications")
-    names = (
-        [str(entry.get("name")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    )
     return _used(services, algorithm, names)
 
 
