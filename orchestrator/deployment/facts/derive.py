@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.algorithms.registry import parse
 from orchestrator.deployment.applications import SERVICES
@@ -14,6 +14,9 @@ from orchestrator.environments.config import AgentConfig, EnvironmentConfig
 from quartet.config.base import GIB, IDLE_THREADS_SLEEP, MIB, ConfigError
 from quartet.config.functions import PATH
 from quartet.security.port import GUARD
+
+if TYPE_CHECKING:  # which loads torch
+    from orchestrator.deployment.facts.model import ModelOnDisk
 
 FUNCTION = re.compile(PATH)
 """The form of `package.module:function`."""
@@ -32,30 +35,7 @@ SHARE_OF_CORE = 0.2
 """CPUs that Ray counts for each process on a machine without GPUs, on which all share the cores."""
 
 
-class Model(Protocol):
-    """The properties of a model that values are derived from."""
-
-    @property
-    def longest(self) -> int:
-        """Longest sequence that it takes, in tokens."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Entries of its vocabulary, padding included."""
-
-    @property
-    def packs(self) -> bool:
-        """True if its sequences may be packed."""
-
-    @property
-    def normalises(self) -> bool:
-        """True if it holds the mean and deviation of its own scores."""
-
-    def cached(self, dtype: str) -> int:
-        """Bytes of a token's keys and values."""
-
-
-ModelAt = Callable[[str, str], Model]
+ModelAt = Callable[[str, str], "ModelOnDisk"]
 """Gives the model in a folder, which stands at a field of the facts."""
 
 

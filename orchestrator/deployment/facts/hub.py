@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 
@@ -68,19 +68,6 @@ class Listing:
     """Name -> SHA-256 that the hub gives; None for small files, of which it gives another hash."""
 
 
-class ModelHub(Protocol):
-    """A hub of models and data sets, and the folder on this machine to which it fetches."""
-
-    def listing(self, repository: str, revision: str, kind: Kind) -> Listing:
-        """The files of a repository. ConfigError if it cannot be listed."""
-
-    def fetch(self, repository: str, commit: str, kind: Kind, name: str) -> None:
-        """Fetches one file. ConfigError if it cannot be fetched."""
-
-    def folder(self, repository: str, commit: str, kind: Kind) -> Path:
-        """The folder that holds the files of a commit."""
-
-
 class HuggingFace:
     """The Hugging Face hub, or the one that HF_ENDPOINT names, with huggingface_hub's own cache and progress bars."""
 
@@ -133,7 +120,7 @@ class Pinned:
     """The models and data sets that a file names, and its lock."""
 
     lock: Path
-    hub: ModelHub = field(default_factory=HuggingFace)
+    hub: HuggingFace = field(default_factory=HuggingFace)
 
     @classmethod
     def beside(cls, file: Path) -> "Pinned":

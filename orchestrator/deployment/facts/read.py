@@ -3,13 +3,16 @@
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.deployment.facts import scorers
-from orchestrator.deployment.facts.derive import FUNCTION, TARGET, Model, derive, stated
+from orchestrator.deployment.facts.derive import FUNCTION, TARGET, derive, stated
 from orchestrator.deployment.facts.facts import TELLING, Facts
 from orchestrator.deployment.facts.hub import Pinned
 from quartet.config.base import ConfigError
+
+if TYPE_CHECKING:
+    from orchestrator.deployment.facts.model import ModelOnDisk
 
 _WHOLE = "applications"
 """The section by which a file is known to be whole."""
@@ -119,7 +122,7 @@ def _within(value: Any, field: str, pinned: Pinned) -> Any:
 
 
 @functools.cache
-def _model_at(folder: str, field: str) -> Model:
+def _model_at(folder: str, field: str) -> "ModelOnDisk":
     # Imported here because it loads torch, which takes seconds that an error in the facts need not wait for.
     from orchestrator.deployment.facts.model import ModelOnDisk
 

@@ -56,7 +56,8 @@ def loaded(facts: dict[str, Any], folder: Path) -> Deployment:
 
 def whole(facts: dict[str, Any], shape: Shape = Shape()) -> dict[str, Any]:
     """The whole file for models of a shape."""
-    return derive(Facts.of(facts), lambda folder, field: shape)
+    model: Any = shape
+    return derive(Facts.of(facts), lambda folder, field: model)
 
 
 def options(raw: dict[str, Any], name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import yaml
 
 from orchestrator.data.tables import open_split
 from orchestrator.deployment.facts.facts import Facts
-from orchestrator.deployment.facts.hub import ID, Kind, Listing, Pinned
+from orchestrator.deployment.facts.hub import ID, HuggingFace, Kind, Listing, Pinned
 from orchestrator.deployment.facts.read import fetched
 from quartet.config.base import ConfigError
 from tests.configuration import REPO
@@ -39,7 +39,7 @@ def sha256(contents: bytes) -> str:
 
 
 @dataclass
-class Fake:
+class Fake(HuggingFace):
     """A hub in memory, whose calls are counted."""
 
     root: Path
