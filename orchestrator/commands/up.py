@@ -39,10 +39,10 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     """
     written = load_file(config, check_services=True)
     with written.naming():
-        _up(config, _decided(written), timeout_s, lambda text: say(written.worded(text)))
+        _up(_decided(written), timeout_s, lambda text: say(written.worded(text)))
 
 
-def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[[str], None]) -> None:
+def _up(deployment: ServicesFile, timeout_s: float, say: Callable[[str], None]) -> None:
     if deployment.port.policy and not os.environ.get(CREDENTIALS):
         raise ConfigError(
             f"{CREDENTIALS}: unset, and {deployment.port.policy} refuses callers without credentials; set it to the "
@@ -50,7 +50,7 @@ def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[
         )
     fresh = cluster.running() is None
     if fresh:
-        _check_place(config, deployment)
+        _check_place(deployment)
     _check_startable(deployment)
     port = deployment.port
     if port.wants_token:
@@ -66,7 +66,7 @@ def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[
             raise ConfigError("\n".join(refused))
         for line in told:
             say(line)
-    serving.deploy(ray, config, deployment.raw, say, timeout_s)
+    serving.deploy(ray, deployment.path, deployment.raw, say, timeout_s)
     serving.await_running(ray, deployment.applications, say, timeout_s)
     asyncio.run(_ask_all(deployment, say, timeout_s))
     try:
@@ -135,12 +135,12 @@ async def _training(config: OrchestratorConfig) -> str:
         await services.close()
 
 
-def _check_place(config: Path, deployment: ServicesFile) -> None:
+def _check_place(deployment: ServicesFile) -> None:
     """Raises ConfigError if a head may not be started here."""
     if os.environ.get("RAY_ADDRESS"):
         # Serve knows whole files alone.
-        rendered = f"quartet render {config} > serve.yaml && serve deploy serve.yaml"
-        command = rendered if deployment.facts else f"serve deploy {config}"
+        rendered = f"quartet render {deployment.path} > serve.yaml && serve deploy serve.yaml"
+        command = rendered if deployment.facts else f"serve deploy {deployment.path}"
         raise ConfigError(
             f"RAY_ADDRESS is set: deploy to that cluster with `{command}`, or unset it to start a local Ray head"
         )

@@ -67,7 +67,7 @@ def test_on_a_cluster_of_ones_own_the_command_is_that_for_the_kind_of_file(
     rendered = f"`quartet render {facts} > serve.yaml && serve deploy serve.yaml`"
     for path, command in ((facts, rendered), (whole, f"`serve deploy {whole}`")):
         with pytest.raises(ConfigError, match=re.escape(f"deploy to that cluster with {command}, or unset it")):
-            up._check_place(path, load_file(path))
+            up._check_place(load_file(path))
 
 
 def test_a_port_that_is_taken_is_named_as_the_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
