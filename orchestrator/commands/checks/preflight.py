@@ -1,7 +1,7 @@
 """Checks of a run before anything is started or called; `quartet check` and `train` share them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestrator.clients import unlike_dtypes
@@ -75,7 +75,7 @@ class Inputs:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks for the user that are not errors."""
+        """Remarks for the user that are not errors, in the words of the whole file."""
         sets = [self.train, *([self.held_out] if self.held_out else [])]
         return [*self.remarks] + [
             f"{part.too_long} of {part.too_long + len(part.prompts)} prompts of {part.name} are longer than "
@@ -107,8 +107,7 @@ def preflight(deployment: Deployment) -> Inputs:
         ConfigError: one line for each error.
     """
     with deployment.naming():
-        inputs = _inputs(deployment)
-    return replace(inputs, remarks=tuple(map(deployment.worded, inputs.remarks)))
+        return _inputs(deployment)
 
 
 def _inputs(deployment: Deployment) -> Inputs:

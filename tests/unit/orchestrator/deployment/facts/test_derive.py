@@ -284,7 +284,7 @@ def test_a_kind_fills_in_its_keys_of_the_critic(facts: dict[str, Any], tmp_path:
     assert args(frozen.raw, "critic")["freeze_attention"] is True
 
     def told(run: Deployment) -> list[str]:
-        return [note.partition(",")[0] for note in preflight(run).notes if "freeze_attention" in note]
+        return [run.worded(note).partition(",")[0] for note in preflight(run).notes if "freeze_attention" in note]
 
     assert told(frozen) == []
     other = loaded(sao | {"services": {"critic": {"freeze_attention": False}}}, tmp_path)
