@@ -141,6 +141,13 @@ def waits(llm: Any, name: str) -> bool:
     return bool(internal) and not processor.request_states[internal[0]]._weight_version_spans()
 
 
+async def drain(llm: Any, *, clear_cache: bool) -> None:
+    """Pauses an engine once all its requests have ended; those that come meanwhile wait until it goes on. vLLM's own
+    pause that waits refuses these from 0.33 on.
+    """
+    await llm.engine_core.pause_scheduler_async("wait", clear_cache)
+
+
 def replace_requests(runner: Any, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Replaces the requests of vLLM's older model runner; the newer one has none, and keeps what it has."""
     if hasattr(runner, "requests"):

@@ -1,6 +1,7 @@
 """vLLM's engine core as it runs on a GPU: its own loop, a queue of two batches, and Quartet's scheduler. Or without
 the queue, as on a CPU. Workers are imitated: their tokens tell which weights sampled them."""
 
+import asyncio
 import os
 import queue
 from collections import deque
@@ -16,7 +17,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -133,7 +134,7 @@ class QueuedEngine:
         core.async_scheduling, core.check_for_draft_tokens = queued, False
         core.is_mm_encoder_only = core.is_pooling_model = core.engines_running = False
         core.aborts_queue, core.input_queue, core.output_queue = queue.Queue(), queue.Queue(), queue.Queue()
-        core.process_input_queue_block = False
+        core.process_input_queue_block = core.reject_new_requests = False
         core.shutdown_state, core._idle_state_callbacks = EngineShutdownState.RUNNING, []
         core.mm_receiver_cache, core._weight_version = None, "0"
         hashed = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -148,9 +149,8 @@ class QueuedEngine:
         likeliest tokens beside each sampled one."""
         extra = {key: True} if key else None
         params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=listed, detokenize=False, extra_args=extra)
-        self.core.scheduler.add_request(
-            Request(name, list(range(10, 10 + prompt)), params, None, block_hasher=self._hasher)
-        )
+        request = Request(name, list(range(10, 10 + prompt)), params, None, block_hasher=self._hasher)
+        self.core._handle_client_request(EngineCoreRequestType.ADD, (request, 0))
 
     def turn(self, times: int = 1) -> None:
         """Turns the loop, as long as there is work."""
@@ -170,6 +170,12 @@ class QueuedEngine:
             assert turns < 20
         assert self.core.scheduler.pause_state == PauseState.PAUSED_ALL
         return turns
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        """Pauses as a front end asks for it. Ends once the loop has been turned far enough."""
+        future = self.core.pause_scheduler(mode, clear_cache)
+        if future is not None:
+            await asyncio.wrap_future(future)
 
     def change_weights(self, version: int) -> None:
         """Puts other weights into service."""

@@ -22,6 +22,7 @@ from quartet.learner.lora import adapted_layer, adapters_for
 from quartet.models.distribution import end_ids
 from quartet.models.loading import load_tokenizer, shape_of_causal
 from quartet.ranks.stopped import stopped_again
+from quartet.seams.vllm import drain
 from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.place import Place, machine
@@ -238,7 +239,10 @@ class VLLMEngine:
         mode, cleared = PAUSES[in_flight]
         if not self._resting:
             # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
-            await self.llm.pause_generation(mode=mode, clear_cache=cleared)
+            if mode == "wait":
+                await drain(self.llm, clear_cache=cleared)
+            else:
+                await self.llm.pause_generation(mode=mode, clear_cache=cleared)
         self.requests.pauses += 1
         # vLLM refuses a second update, and carries out what it was asked for even if the caller has given up on it.
         await self.llm.collective_rpc("close_weight_update")

@@ -12,6 +12,8 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.engine import logprobs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker import gpu_worker
@@ -84,6 +86,11 @@ def test_vllm_notes_where_versions_change_before_a_response_ends() -> None:
     kept = inspect.getsource(OutputProcessor.__init__)
     assert "self.external_req_ids" in kept
     assert "self.request_states" in kept
+
+
+def test_an_engine_is_drained_by_its_core() -> None:
+    inspect.signature(AsyncMPClient.pause_scheduler_async).bind(None, "wait", True)
+    assert "self.engine_core =" in inspect.getsource(AsyncLLM.__init__)
 
 
 def test_a_worker_opens_one_update_at_a_time_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class Llm(RecordedEngine):
     def __init__(self, *, releases: bool, whole: bool = True) -> None:
         super().__init__()
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 64, max_model_len=32, enable_sleep_mode=releases)
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self._drained)
         self._whole = whole
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -42,6 +43,9 @@ class Llm(RecordedEngine):
         if method == "knows_pieces":
             return list(self.known)
         return [self._whole] * 2 if method == "abort_weight_update" else [("", "sum"), (self.failure, "sum")]
+
+    async def _drained(self, mode: str, clear_cache: bool) -> None:
+        self.calls.append(("drained", mode, clear_cache))
 
     def names(self) -> list[str]:
         names = [call if isinstance(call, str) else call[0] for call in self.calls]
@@ -79,6 +83,22 @@ async def test_the_cache_comes_back_at_the_commit_and_generation_is_paused_once(
     names = llm.names()
     assert names[:3] == ["pause_generation", "close_weight_update", "start_weight_update"]
     assert "wake_up" not in names
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "paused"),
+    [
+        ("keep", PAUSE),
+        ("keep-cache", ("pause_generation", {"mode": "keep", "clear_cache": False})),
+        ("abort", PAUSE),
+        # Not vLLM's pause_generation, which refuses requests that come in this mode.
+        ("wait", ("drained", "wait", True)),
+    ],
+)
+async def test_a_push_pauses_as_it_says(policy_folder: Path, in_flight: str, paused: Any) -> None:
+    llm = Llm(releases=False)
+    await make(llm, policy_folder).pause(in_flight)
+    assert llm.calls[:3] == [paused, "close_weight_update", "start_weight_update"]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -183,6 +203,7 @@ class InProcesses(Llm):
         self._answers = [deque[tuple[Any, Any]]() for _ in range(workers)]
         executor: Any = object.__new__(MultiprocExecutor)
         executor.is_failed, executor.futures_queue = False, deque()
+        executor.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(enable_fault_tolerance=False))
         executor.rpc_broadcast_mq = SimpleNamespace(enqueue=self._carry_out)
         executor.response_mqs = [SimpleNamespace(dequeue=self._reader(answers)) for answers in self._answers]
         self._executor = executor

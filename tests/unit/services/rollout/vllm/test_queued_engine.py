@@ -1,10 +1,14 @@
 """Held outputs under the asynchronous scheduling of a GPU: a batch is queued before the one before it is read. And in
 step, as on a CPU."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
+from quartet.seams.vllm import drain
 from services.rollout.vllm import scheduler as scheduler_module
 from services.rollout.vllm.scheduler import AT_ONCE_KEY, STREAMED_KEY
 from tests.unit.queued_engine import EACH, QueuedEngine
@@ -60,6 +64,25 @@ def test_a_pause_sends_all_that_was_sampled_with_the_old_weights(engine: QueuedE
         assert [last for asked, *_, last in after if asked == name] == [True]
     assert not engine.core.has_work()
     assert engine.free_blocks() == engine.free
+
+
+async def test_requests_that_come_while_others_end_wait_for_the_new_weights(engine: QueuedEngine) -> None:
+    engine.ask("a", 3, NEW)
+    engine.turn(3)
+    drained = asyncio.create_task(drain(SimpleNamespace(engine_core=engine), clear_cache=True))
+    await asyncio.sleep(0)
+    assert engine.core.scheduler.pause_state == PauseState.PAUSED_NEW
+    engine.ask("b", 3, NEW)
+    assert not drained.done()
+    engine.turn(60)
+    await drained
+    before = engine.received()
+    assert [(name, last) for name, *_, last in before] == [("a", True)]
+    assert whole(before, "a") == list(range(NEW))
+    engine.change_weights(1)
+    engine.resume()
+    engine.turn(60)
+    assert whole(engine.received(), "b") == list(range(EACH, EACH + NEW))
 
 
 def test_pauses_may_follow_one_another_at_every_step(engine: QueuedEngine) -> None:
