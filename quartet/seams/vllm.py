@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import linear
+from vllm import __version_tuple__
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -28,6 +29,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.v1.engine import logprobs
 
 VERSIONS = "==0.32.*"
+NEWER = __version_tuple__ >= (0, 33)
+"""True from 0.33 on, where some serving classes take other arguments."""
 
 
 def adapters_at(place: int) -> LoRARequest:

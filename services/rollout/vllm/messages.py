@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionStreamResponse
 
+from quartet.seams.vllm import NEWER
 from quartet.serving.http import Streamed, refused
 from quartet.serving.in_turn import InTurn
 from quartet.serving.share import Share
@@ -73,7 +74,7 @@ class Messages:
         failed: dict[str, Any] = {}
         told: dict[str, Any] = {}
 
-        async def good() -> AsyncGenerator[str, None]:
+        async def good() -> AsyncGenerator[Any, None]:
             async for part in parts:
                 text = part.decode()
                 content = text.removeprefix("data: ").strip()
@@ -84,11 +85,16 @@ class Messages:
                 told.update({name: said[name] for name in _TOLD if name in said})
                 for choice in said.get("choices", ()):
                     told["version_spans"] = choice["version_spans"]
-                yield text
+                if not NEWER:
+                    yield text
+                elif said:
+                    yield ChatCompletionStreamResponse.model_validate(said)
 
         async with aclosing(good()) as come, aclosing(self._serving.message_stream_converter(come)) as events:
             written: list[str] | None = None
             async for event in events:
+                if failed:  # what would make a whole message of what came
+                    break
                 name, _, data = event.removeprefix("event: ").rstrip("\n").partition("\ndata: ")
                 if name == "content_block_start":
                     written = [] if json.loads(data)["content_block"]["type"] == "tool_use" else None

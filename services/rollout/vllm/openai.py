@@ -21,6 +21,7 @@ from starlette.responses import Response
 from vllm import SamplingParams
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -42,7 +43,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet.config.base import ConfigError
-from quartet.seams.vllm import decode_tokens_once, end_late_renders
+from quartet.seams.vllm import NEWER, decode_tokens_once, end_late_renders
 from quartet.serving.desk import Desk
 from quartet.serving.http import Streamed
 from quartet.serving.in_turn import InTurn
@@ -103,12 +104,17 @@ class VLLMCompletions:
         try:
             renderer = OnlineRenderer(llm.model_config, llm.renderer, request_logger=None, **template, **parsers)
             given: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
-            chat: Any = AnthropicServingMessages(client, self._models, "assistant", **given, **template, **parsers)
+            talking = given | template | parsers
+            chat: Any = OpenAIServingChat(client, self._models, "assistant", **talking)
+            # A second object, as one of this class may write every stream in Anthropic's form.
+            messages: Any = AnthropicServingMessages(client, self._models, "assistant", **talking)
         except TypeError as error:
             names = f"tool_parser: {config.tool_parser}, reasoning_parser: {config.reasoning_parser}"
             raise ConfigError(f"rollout.args.{names}: {error}") from None
         completion: Any = OpenAIServingCompletion(client, self._models, **given)
-        tokens: Any = ServingTokens(client, self._models, renderer, request_logger=None)
+        # What makes messages of a response's tokens is for an `output_mode` that no request has here.
+        more = {"online_derenderer": None} if NEWER else {}
+        tokens: Any = ServingTokens(client, self._models, renderer, request_logger=None, **more)
         # As over gRPC, and unlike `vllm serve`, what a request leaves out is not taken from generation_config.json:
         # the model is sampled as it is, which is what its log-probs are of.
         completion.default_sampling_params = chat.default_sampling_params = tokens.default_sampling_params = {}
@@ -120,7 +126,7 @@ class VLLMCompletions:
         self._tokens = ServingTokenization(
             self._models, renderer, chat_template=None, chat_template_content_format="auto"
         )
-        self._messages = Messages(chat, self.answer, self._reading)
+        self._messages = Messages(messages, self.answer, self._reading)
         self._routes: dict[str, tuple[Any, Callable[..., Any]]] = {
             "/v1/completions": (CompletionRequest, completion.create_completion),
             _CHAT: (ChatCompletionRequest, chat.create_chat_completion),

@@ -803,7 +803,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 async def test_calls_of_tools_are_found_by_vllms_parser_and_their_answers_go_on(talking: Replica) -> None:
-    talking.llm.say = '<tool_call>{{"name": "look", "arguments": {{"at": {}}}}}</tool_call>'
+    talking.llm.say, talking.llm.end = '<tool_call>{{"name": "look", "arguments": {{"at": {}}}}}</tool_call>', "stop"
     got = await talking.ask(CHAT, "s", messages=[USER], tools=[TOOL], max_tokens=1)
     [choice] = got.json["choices"]
     assert choice["finish_reason"] == "tool_calls"
