@@ -73,15 +73,11 @@ class TrainingFile:
         if isinstance(data, str):
             raw["data"] = data = {"path": data}
         written = record(raw)
-        if _is_of_hub(model := raw.get("model")):
-            raw["model"] = pinned.folder(str(model), "model", "model")
-        if isinstance(data, Mapping) and _is_of_hub(place := data.get("path")):
-            raw["data"] = {**data, "path": pinned.folder(str(place), "dataset", "data.path")}
+        if isinstance(model := raw.get("model"), str):
+            raw["model"] = pinned.place(model, "model", "model")
+        if isinstance(data, Mapping) and isinstance(place := data.get("path"), str):
+            raw["data"] = {**data, "path": pinned.place(place, "dataset", "data.path")}
         return cls(TRAININGS[command].parse(raw, ""), written)
-
-
-def _is_of_hub(place: Any) -> bool:
-    return isinstance(place, str) and "@" in place and not Path(place).exists()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.prompts import look_at
 from orchestrator.deployment.facts.derive import FUNCTION, TARGET
 from orchestrator.deployment.facts.facts import Facts
-from orchestrator.deployment.facts.hub import ID, Kind, Pinned
+from orchestrator.deployment.facts.hub import Pinned
 from orchestrator.deployment.facts.model import ModelOnDisk
 from orchestrator.deployment.facts.read import derived
 from orchestrator.deployment.file import Deployment
@@ -87,14 +87,14 @@ def _shortage(deployment: Deployment) -> str | None:
 def chosen(file: Path, wanted: Wanted, machine: Machine) -> Choices:
     """Reads models and prompts. ConfigError if a flag is wrong."""
     pinned = Pinned.beside(file)
-    policy = ModelOnDisk.at(_place(pinned, wanted.model, "model", "--model"), "--model")
+    policy = ModelOnDisk.at(pinned.place(wanted.model, "model", "--model"), "--model")
     try:
         tokenizer = load_tokenizer(policy.folder)
     except ConfigError as error:
         raise ConfigError(f"--model: {error}") from None
-    place = _place(pinned, wanted.reward, "model", "--reward")
+    place = pinned.place(wanted.reward, "model", "--reward")
     reward = _reward_model(place, tokenizer_hash(tokenizer))
-    data = _place(pinned, wanted.prompts, "dataset", "--prompts")
+    data = pinned.place(wanted.prompts, "dataset", "--prompts")
     prompts = look_at(data, tokenizer, wanted.input_key, wanted.label_key)
     return Choices(policy, reward, prompts, machine, wanted.max_new_tokens)
 
@@ -104,11 +104,6 @@ def compose(file: Path, wanted: Wanted, choices: Choices) -> str:
     name = re.sub(r"[^\w.-]", "-", file.stem, flags=re.ASCII).lstrip("_.-") or "run"
     facts = choices.facts(name, wanted.model, wanted.reward, wanted.prompts)
     return _text(file, facts, derived(facts, file), choices.policy.size)
-
-
-def _place(pinned: Pinned, name: str, kind: Kind, flag: str) -> str:
-    """The folder of a model or data set of a hub; any other name as it is."""
-    return pinned.folder(name, kind, flag) if ID.fullmatch(name) and not Path(name).exists() else name
 
 
 def _text(file: Path, facts: Mapping[str, Any], whole: Mapping[str, Any], size: str) -> str:

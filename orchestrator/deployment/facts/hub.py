@@ -127,6 +127,10 @@ class Pinned:
         """The lock of a file of facts, and Hugging Face's hub."""
         return cls(file.with_suffix(".lock"))
 
+    def place(self, name: str, kind: Kind, where: str) -> str:
+        """The folder of a model or data set that is named as the hub's are, by `folder`; any other name as it is."""
+        return self.folder(name, kind, where) if "@" in name and not Path(name).exists() else name
+
     def folder(self, name: str, kind: Kind, where: str) -> str:
         """The folder of a model or data set on this machine, fetched if it is not there.
 

@@ -72,19 +72,16 @@ def derived(raw: Mapping[str, Any], path: str | Path, pinned: Pinned | None = No
 
 def fetched(facts: Facts, pinned: Pinned) -> Facts:
     """The facts with folders in the place of ORG/NAME@REVISION and ORG/NAME@REVISION/FOLDER."""
-    prompts = facts.prompts
-    if "@" in prompts.path and not Path(prompts.path).exists():
-        place = pinned.folder(prompts.path, "dataset", "prompts.path")
-        prompts = prompts.model_copy(update={"path": place})
+    data = pinned.place(facts.prompts.path, "dataset", "prompts.path")
     reward = facts.reward
     if not isinstance(reward, str) or not TARGET.fullmatch(reward):
         reward = _scorer(reward, "reward", pinned)
     return facts.model_copy(
         update={
-            "model": _model(facts.model, "model", pinned),
+            "model": pinned.place(facts.model, "model", "model"),
             "reward": reward,
-            "critic": facts.critic and _model(facts.critic, "critic", pinned),
-            "prompts": prompts,
+            "critic": facts.critic and pinned.place(facts.critic, "model", "critic"),
+            "prompts": facts.prompts.model_copy(update={"path": data}),
             "services": _within(facts.services, "services", pinned),
         }
     )
@@ -93,19 +90,14 @@ def fetched(facts: Facts, pinned: Pinned) -> Facts:
 def _fetched_scorers(facts: scorers.ScorersFacts, pinned: Pinned) -> scorers.ScorersFacts:
     """The same of scorers without a run."""
     found = {name: _scorer(given, f"scorers.{name}", pinned) for name, given in facts.scorers.items()}
-    tokenizer = facts.tokenizer and _model(facts.tokenizer, "tokenizer", pinned)
+    tokenizer = facts.tokenizer and pinned.place(facts.tokenizer, "model", "tokenizer")
     return facts.model_copy(update={"scorers": found, "tokenizer": tokenizer})
 
 
 def _scorer(given: Any, field: str, pinned: Pinned) -> Any:
     if not isinstance(given, str):
         return _within(given, field, pinned)
-    return given if FUNCTION.fullmatch(given) else _model(given, field, pinned)
-
-
-def _model(place: str, field: str, pinned: Pinned) -> str:
-    known = Path(place).is_dir() or "@" not in place
-    return place if known else pinned.folder(place, "model", field)
+    return given if FUNCTION.fullmatch(given) else pinned.place(given, "model", field)
 
 
 def _within(value: Any, field: str, pinned: Pinned) -> Any:
@@ -118,7 +110,7 @@ def _within(value: Any, field: str, pinned: Pinned) -> Any:
     if isinstance(value, list):
         return [_within(inner, field, pinned) for inner in value]
     is_model = isinstance(value, str) and field.rpartition(".")[2] in ("model", "tokenizer")
-    return _model(value, field, pinned) if is_model else value
+    return pinned.place(value, "model", field) if is_model else value
 
 
 @functools.cache

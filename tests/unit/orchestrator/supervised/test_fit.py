@@ -285,7 +285,7 @@ def test_the_file_of_a_run_is_not_taken_for_one_of_a_training(tmp_path: Path) ->
 class FakePinned:
     """Folders of a hub."""
 
-    def folder(self, name: str, kind: str, where: str) -> str:
+    def place(self, name: str, kind: str, where: str) -> str:
         """The folder that stands for a name."""
         assert where == {"model": "model", "dataset": "data.path"}[kind]
         return {"org/base@main": self.model, "org/chats@v1/main": "here/main"}[name]
