@@ -32,7 +32,7 @@ from quartet.config.base import ConfigError, read_yaml
 from quartet.folders import unreplaceable
 from quartet.models.device import default_device
 from quartet.models.distribution import end_ids
-from quartet.models.loading import load_config, load_tokenizer
+from quartet.models.loading import load_config, load_tokenizer, max_length
 from quartet.ranks.group import RankGroup, RanksLost
 from quartet.wire.codec import Floats
 from quartet.wire.errors import NotFinite, ServiceError
@@ -107,7 +107,7 @@ def read_inputs(training: Supervised) -> Inputs:
             column.
     """
     model = load_config(training.model)
-    limit = int(getattr(model.get_text_config(), "max_position_embeddings", 1 << 30))
+    limit = max_length(model.get_text_config())
     if training.max_length is not None and training.max_length > limit:
         raise ConfigError(f"max_length: {training.max_length}, but {training.model} takes {limit} tokens at most")
     if training.max_length is None:

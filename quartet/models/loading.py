@@ -211,6 +211,6 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def max_length(model: nn.Module) -> int:
-    """Longest sequence the model takes, in tokens."""
-    return int(getattr(model.config, "max_position_embeddings", 1 << 30))  # type: ignore[arg-type]
+def max_length(config: Any) -> int:
+    """Longest sequence that a model of this configuration takes, in tokens."""
+    return int(getattr(config, "max_position_embeddings", 1 << 30))

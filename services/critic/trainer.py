@@ -34,7 +34,7 @@ class CriticTrainer:
     def limits(self) -> tuple[int, int]:
         """Entries of the vocabulary, and the longest sequence in tokens."""
         body = self.learner.module.body
-        return int(body.config.vocab_size), max_length(body)  # type: ignore[union-attr, arg-type]
+        return int(body.config.vocab_size), max_length(body.config)  # type: ignore[union-attr, arg-type]
 
     def values(self, trajectories: Columns) -> Floats:
         """The values V(prefix) before each sampled token, [M]."""

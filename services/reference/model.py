@@ -63,7 +63,7 @@ class FrozenModel:
         if config.compile_layers:
             compile_layers(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
-        self.max_length = max_length(self.model)
+        self.max_length = max_length(self.model.config)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)
         self._passes = FrozenPasses(config.batch_tokens, device, packing=config.packing, last=False)
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 from orchestrator.commands.checks.models import load_model_config, models, scorers
 from orchestrator.deployment.file import Deployment, ServicesFile
@@ -11,7 +10,7 @@ from quartet.config.frozen import FrozenConfig
 from quartet.config.learner import LearnerConfig
 from quartet.models.architectures import TESTED_ARCHITECTURES
 from quartet.models.attention import packed
-from quartet.models.loading import shape_of_causal
+from quartet.models.loading import max_length, shape_of_causal
 from quartet.models.size import head_size
 from services.reward.config import ModelScorerConfig, RewardConfig
 from services.rollout.config import RolloutConfig
@@ -37,9 +36,9 @@ def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
     rope = getattr(model, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     field = f"applications.{name}.args.max_length: {section.max_length}, but {section.model}"
-    if model is not None and kind == "default" and section.max_length > limit(model):
-        yield f"{field} takes {limit(model)} tokens (its max_position_embeddings)"
-    native = int(rope.get("original_max_position_embeddings") or limit(model))
+    if model is not None and kind == "default" and section.max_length > max_length(model):
+        yield f"{field} takes {max_length(model)} tokens (its max_position_embeddings)"
+    native = int(rope.get("original_max_position_embeddings") or max_length(model))
     if kind in packed.BY_LENGTH and section.max_length > native:
         yield (
             f"{field} rotates longer sequences than {native} tokens by other frequencies (rope_type {kind}), which "
@@ -89,8 +88,3 @@ def _computing(deployment: ServicesFile) -> Iterator[tuple[str, LearnerConfig | 
             for field, scorer in scorers(section.hosted, where):
                 if isinstance(scorer, ModelScorerConfig):
                     yield field, scorer
-
-
-def limit(model: Any) -> int:
-    """Longest sequence that the model takes, in tokens."""
-    return int(getattr(model, "max_position_embeddings", 1 << 30))

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from orchestrator.clients import unlike_dtypes
 from orchestrator.commands.checks.agents import agent_of, door_of_agents, without_template
-from orchestrator.commands.checks.architectures import limit, untested
+from orchestrator.commands.checks.architectures import untested
 from orchestrator.commands.checks.fitting import (
     ends_without_token,
     idle_critics,
@@ -45,7 +45,7 @@ from orchestrator.policy.sampled import sampled_from
 from quartet.config.base import Config, ConfigError
 from quartet.config.functions import load_function
 from quartet.models.distribution import Distribution
-from quartet.models.loading import load_tokenizer
+from quartet.models.loading import load_tokenizer, max_length
 from quartet.wire.identity import vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
@@ -221,8 +221,8 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             yield from misfits_of_critic(config, section, name)
     for field, path in models_of_run(deployment):
         model = load_model_config(path)  # None is reported by the check of models
-        if model is not None and limit(model) < needed:
-            yield f"{field}: {path} takes {limit(model)} tokens (its max_position_embeddings), but {sum_of}"
+        if model is not None and max_length(model) < needed:
+            yield f"{field}: {path} takes {max_length(model)} tokens (its max_position_embeddings), but {sum_of}"
 
 
 def _longest(config: OrchestratorConfig, name: str, section: Config) -> Iterator[tuple[str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.commands.checks.architectures import limit, too_long_for_model, unfit_heads, unpackable
+from orchestrator.commands.checks.architectures import too_long_for_model, unfit_heads, unpackable
 from orchestrator.commands.checks.fitting import gpus_of_replicas
 from orchestrator.commands.checks.models import (
     broken_models,
@@ -28,7 +28,7 @@ from quartet.config.learner import LearnerConfig, LoraConfig
 from quartet.folders import unusable
 from quartet.learner.lora import adapters_for, add_adapters
 from quartet.models.device import VISIBLE
-from quartet.models.loading import shape_of_causal
+from quartet.models.loading import max_length, shape_of_causal
 from quartet.models.size import cached
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
@@ -199,7 +199,7 @@ def _engine(deployment: ServicesFile, section: RolloutConfig, where: str, reserv
         )
     if config is None or section.kv_cache_mib is None:
         return
-    longest = section.longest(limit(config))
+    longest = section.longest(max_length(config))
     tokens = -(-longest // CPU_BLOCK) * CPU_BLOCK if on_cpu else longest
     # Of fewer heads with keys and values than there are parts, several parts keep the same one.
     parts = min(size, groups or size)

@@ -43,7 +43,7 @@ class ModelScorer:
         self._std = float(getattr(extra, "reward_std", 1.0)) if config.normalise else 1.0
         self.batch_tokens = config.batch_tokens
         self._passes = FrozenPasses(config.batch_tokens, device, packing=config.packing, last=True)
-        self.max_length = max_length(self._model)
+        self.max_length = max_length(self._model.config)
         self.texts = False
         self.passes = 1
         self.batch_s: float | None = None

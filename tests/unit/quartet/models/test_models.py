@@ -181,7 +181,7 @@ def test_gradient_checkpointing_changes_no_gradient(reward_folder: Path) -> None
 def test_what_a_model_and_a_tokenizer_are(policy_folder: Path) -> None:
     model = load_causal(str(policy_folder), "bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert max_length(model) == MAX_LENGTH
+    assert max_length(model.config) == MAX_LENGTH
     assert load_tokenizer(str(policy_folder)).get_vocab() == make_tokenizer().get_vocab()
 
 
