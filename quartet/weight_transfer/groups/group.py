@@ -158,9 +158,15 @@ class Group:
         self._meeting.set(key, value)
 
     def told(self, key: str) -> str:
-        """The value that another member lets know; RuntimeError if it does not within the timeout."""
-        self._meeting.wait([key], self.timeout)
-        return bytes(self._meeting.get(key)).decode()
+        """The value that another member lets know. RuntimeError if it does not within the timeout, or if the sender
+        abandons the group, as it does when that member has failed."""
+        until = time.monotonic() + self.timeout.total_seconds()
+        while not self._aside.check([key]):
+            self._expect_sender()
+            if time.monotonic() >= until:
+                raise RuntimeError(f"no other member told {key} in {self.timeout.total_seconds():g} s")
+            time.sleep(ROLL_S)
+        return bytes(self._aside.get(key)).decode()
 
     def abandon(self) -> None:
         """Leaves the group as its sender, and lets the members know. Callable from any thread.

@@ -4,6 +4,7 @@ import gc
 import glob
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -444,3 +445,34 @@ def test_on_a_gpu_the_others_pin_what_they_may_only_read(monkeypatch: pytest.Mon
     receiver._worker, receiver._segment = 1, Segment.create(Buckets.size(manifest))
     area = receiver._area(manifest)
     assert pinned == [(area[0].data_ptr(), READ_ONLY)]
+
+
+def test_a_worker_does_not_wait_for_the_memory_of_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica would take part in no attempt of the push until that one had waited as long as for a bucket."""
+    replica = Replica()
+    replica.join()
+
+    def failing(size: int) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(receiver_module, "_shared", failing)
+    first, second = replica.workers
+    [sender] = replica.senders
+    errors: list[Exception] = []
+
+    def receives() -> None:
+        try:
+            second.receive(replica.manifest)
+        except RuntimeError as error:
+            errors.append(error)
+
+    began, waiting = time.monotonic(), threading.Thread(target=receives)
+    waiting.start()
+    with pytest.raises(MemoryError):
+        first.receive(replica.manifest)
+    first.close()
+    sender.abandon(replica.membership)
+    waiting.join(STALL_S)
+    assert len(errors) == 1
+    assert time.monotonic() - began < STALL_S / 2
+    replica.close()
