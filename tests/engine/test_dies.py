@@ -13,6 +13,7 @@ import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet.wire.errors import Unavailable
+from services.rollout.sample import Sampling
 from tests.engine_process import EngineProcess
 from tests.models import make_policy
 from tests.preloaded import all_of
@@ -62,6 +63,34 @@ async def lost(folder: Path, asked: str, ends: bool) -> float:
         await host.shutdown()
 
 
+async def without_a_worker(folder: Path, killed: int) -> float:
+    """Seconds from the death of one of two workers that compute to the errors of a request and of a question whether
+    the engine still lives, and to the end of the other one."""
+    host = EngineHost()
+    own = {"dtype": "float32", "max_length": 2048, "kv_cache_mib": 64, "tensor_parallel_size": 2}
+    await host.start({"model": str(folder)} | own)
+    try:
+        long, begun = Sampling(max_new_tokens=2000, ignore_eos=True), asyncio.Event()
+        prompt = np.asarray([1, 2, 3], np.int32)
+        request = asyncio.create_task(host._engine.generate(0, prompt, long, seed=0, report=lambda part: begun.set()))
+        await begun.wait()
+        host._engine.processes[killed].kill()
+        began = time.monotonic()
+
+        async def told() -> None:
+            while True:  # until the engine is busy with a step that does not end
+                await host._engine.answer()
+                await asyncio.sleep(0.1)
+
+        async with asyncio.timeout(LONG_S):
+            ended = await asyncio.gather(request, told(), return_exceptions=True)
+        assert [type(one) for one in ended] == [Unavailable, Unavailable]
+        assert psutil.wait_procs(host._engine.processes, timeout=10)[1] == []
+        return time.monotonic() - began
+    finally:
+        await host.shutdown()
+
+
 MORE = pytest.mark.exhaustive  # each fault and each phase once
 
 
@@ -81,3 +110,14 @@ async def test_what_an_engine_is_asked_fails_soon_after_it_dies_or_stands_still(
     seconds = await engine.call(lost, folder, asked, ends)
     print(f"{asked} failed after {seconds:.1f} s")
     assert seconds < LONG_S / 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", [0, 1])
+async def test_the_death_of_a_worker_is_told_before_the_other_would_have_ended_by_itself(
+    tmp_path: Path, engine: EngineProcess, killed: int
+) -> None:
+    folder = make_policy(tmp_path / "policy", kind="llama", tied=False, max_position_embeddings=2048)
+    seconds = await engine.call(without_a_worker, folder, killed)
+    print(f"told after {seconds:.1f} s")
+    assert seconds < 5  # for which vLLM waits

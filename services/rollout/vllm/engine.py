@@ -21,7 +21,7 @@ from quartet.config.base import ConfigError
 from quartet.learner.lora import adapted_layer, adapters_for
 from quartet.models.distribution import end_ids
 from quartet.models.loading import load_tokenizer, shape_of_causal
-from quartet.ranks.stopped import stopped_again
+from quartet.ranks.stopped import has_ended, stopped_again
 from quartet.seams.vllm import drain
 from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
@@ -65,8 +65,8 @@ def _while_it_lives(
 ) -> Callable[Concatenate["VLLMEngine", Given], Coroutine[Any, Any, Result]]:
     """Makes a method fail as `check_health` does when the engine's process dies meanwhile: vLLM notices the death,
     but leaves what the process was asked for without an answer. One that a signal has stopped, as SIGSTOP does, is
-    ended, and the engine's core with a worker: it would hold up a whole push until the phase's deadline, and outlive
-    a replica that is replaced for its silence.
+    ended: it would hold up a whole push until the phase's deadline, and outlive a replica that is replaced for its
+    silence. When a worker has ended, the others are.
 
     After a call that failed in one of several workers all further ones fail, those of health checks too, so that the
     replica is replaced: vLLM leaves the answers of the others unread, and takes them for those to later calls.
@@ -76,21 +76,20 @@ def _while_it_lives(
     async def watched(engine: "VLLMEngine", /, *given: Given.args, **options: Given.kwargs) -> Result:
         if engine.disorder:
             raise Unavailable(f"the engine's workers answer out of turn since one of them failed: {engine.disorder}")
+        engine.check_workers()
         asked = asyncio.create_task(method(engine, *given, **options))
         stopped: Mapping[psutil.Process, int] = {}
         try:
             while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
+                engine.check_workers()
                 await engine.llm.check_health()
-                family = psutil.Process().children(recursive=True)
-                stopped = stopped_again(stopped, family)
+                stopped = stopped_again(stopped, psutil.Process().children(recursive=True))
                 for process in [process for process, looks in stopped.items() if looks >= LOOKS]:
                     log.warning("a signal has stopped the engine's process %d: it is ended", process.pid)
-                    with contextlib.suppress(psutil.Error):
-                        # A worker with the engine's core above it, which would wait for its other workers first.
-                        for one in (process, *filter(family.__contains__, process.parents())):
-                            one.kill()
+                    _end(process)
             return asked.result()
         except Exception as error:
+            engine.check_workers()
             # What a caller asks wrongly reaches no worker.
             if engine.workers > 1 and not isinstance(error, ServiceError | ValueError | EngineDeadError):
                 engine.disorder = f"{type(error).__name__}: {error}"
@@ -99,6 +98,11 @@ def _while_it_lives(
             asked.cancel()
 
     return watched
+
+
+def _end(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.kill()
 
 
 class VLLMEngine:
@@ -116,6 +120,8 @@ class VLLMEngine:
         self.disorder = ""
         """Failure of a call of several workers, since which their answers are out of turn; empty if none failed."""
         self.place = Place()
+        self.processes: Sequence[psutil.Process] = ()
+        """The processes that compute."""
         self.requests = Requests(llm, config.adapter_versions if config.adapters else 0)
         self.generate = self.requests.generate
         self._resting = False
@@ -146,6 +152,7 @@ class VLLMEngine:
         llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         engine = cls(llm, config, expected)
         await llm.update_weight_version("0")
+        engine.processes = [psutil.Process(number) for number in await llm.collective_rpc("process_number")]
         await llm.collective_rpc("continue_seeds")
         if (adapters := config.adapters) is not None:
             await llm.collective_rpc("take_adapters", args=(adapters.rank, expected.shapes, config.adapter_versions))
@@ -179,6 +186,14 @@ class VLLMEngine:
         """Returns when the engine's process has answered the simplest request. Raises if it is dead."""
         await self.llm.check_health()
         await self.llm.get_weight_version()
+
+    def check_workers(self) -> None:
+        """Raises Unavailable if a process that computes has ended, and ends the others. vLLM gives these up to nine
+        seconds, in which its engine answers as if nothing had happened, or not at all."""
+        if ended := [process.pid for process in self.processes if has_ended(process)]:
+            for process in self.processes:
+                _end(process)
+            raise Unavailable(f"the engine's worker process {ended[0]} has ended")
 
     async def check_health(self) -> None:
         """Raises if the engine or its process is dead, or does not answer."""

@@ -7,6 +7,7 @@ weights before they are verified, and have no deadlines.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -180,6 +181,10 @@ class WorkerExtension:
         """Frees memory of earlier pushes that one with these fields does not use; with `pieces` each worker keeps its
         own alone."""
         self.weight_transfer_engine.make_room(Manifest.from_fields(fields), pieces=pieces)
+
+    def process_number(self) -> int:
+        """Number of this worker's process."""
+        return os.getpid()
 
     def continue_seeds(self) -> None:
         """Makes this worker continue the seeds of responses that it did not begin."""

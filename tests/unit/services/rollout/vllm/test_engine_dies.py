@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from quartet.models.loading import shape_of_causal
 from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
+from quartet.wire.errors import Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.vllm import engine as engines
 from services.rollout.vllm.engine import ANSWER_S, LOOK_S, VLLMEngine
@@ -88,33 +91,60 @@ async def test_a_call_fails_as_soon_as_the_engine_is_dead(llm: Deaf, engine: VLL
     assert not engine.disorder  # that it is dead says it all
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("method", ["answer", "commit"])
-async def test_a_process_that_a_signal_has_stopped_is_ended_whenever_the_engine_is_asked(
-    engine: VLLMEngine, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Left stopped, the process would outlive its replica and keep its GPU's memory."""
-    monkeypatch.setattr(engines, "LOOK_S", 0.02)
-    # An engine's core below this process, which is its replica, and workers below the core.
-    with subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"]) as core:
-        monkeypatch.setattr(Deaf, "dead", property(lambda _: core.poll() is not None))
-        workers: list[psutil.Process] = []
+@pytest.fixture
+def workers(engine: VLLMEngine, llm: Deaf) -> Iterator[list[psutil.Process]]:
+    """Two processes that compute for the engine, below its core, which is below this process."""
+    with subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600 & wait"]) as core:
         try:
-            async with asyncio.timeout(30):
-                while len(workers) < 2:
-                    await asyncio.sleep(0.01)
-                    workers = psutil.Process(core.pid).children()
-                workers[0].suspend()
-                began = time.monotonic()
-                with pytest.raises(EngineDeadError):
-                    await getattr(engine, method)(*CALLS[method])
-            assert psutil.wait_procs(workers[:1], timeout=10)[1] == []
+            found: list[psutil.Process] = []
+            while len(found) < 2:
+                found = psutil.Process(core.pid).children()
+            engine.processes = found
+            yield found
         finally:
-            core.kill()
-            for worker in workers:
+            for worker in found:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     worker.kill()
+            core.kill()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["answer", "commit"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+async def test_the_workers_end_together_when_a_signal_stops_or_ends_one_while_the_engine_is_asked(
+    engine: VLLMEngine,
+    workers: list[psutil.Process],
+    method: str,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Left stopped, the process would outlive its replica and keep its GPU's memory; vLLM's engine tells nothing of
+    one that was killed until the others have ended."""
+    monkeypatch.setattr(engines, "LOOK_S", 0.02)
+    began = time.monotonic()
+    async with asyncio.timeout(30):
+        call = asyncio.create_task(getattr(engine, method)(*CALLS[method]))
+        await asyncio.sleep(0.1)
+        workers[1].send_signal(number)
+        with pytest.raises(Unavailable, match=f"worker process {workers[1].pid} has ended"):
+            await call
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
+    assert not engine.disorder
     assert time.monotonic() - began < ANSWER_S / 2
+
+
+@pytest.mark.processes
+async def test_an_engine_whose_worker_died_while_nothing_was_asked_is_ill_at_once(
+    engine: VLLMEngine, llm: Deaf, workers: list[psutil.Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core answers for as long as it waits for the other workers to end."""
+    monkeypatch.setattr(Deaf, "_never", lambda _: asyncio.sleep(0))
+    await engine.check_health()
+    workers[0].kill()
+    psutil.wait_procs(workers[:1], timeout=10)
+    with pytest.raises(Unavailable, match=f"worker process {workers[0].pid} has ended"):
+        await engine.check_health()
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
 
 
 async def test_a_caller_that_gives_up_leaves_nothing_waiting(llm: Deaf, engine: VLLMEngine) -> None:
