@@ -1,6 +1,6 @@
 """Private names of vLLM: the layerwise reload below its weight transfer, packed copies of weights on a CPU, spans of
-versions of responses that are not finished, the threads that render, the texts of tokens beside log-probs, and the
-registry of transfer engines.
+versions of responses that are not finished, the threads that render, the texts of tokens beside log-probs, the names
+of its workers' memory on a CPU, and the registry of transfer engines.
 
 The classes that stand in for vLLM's own inside its engine (its scheduler, logits processors, worker extension) are in
 services/rollout/vllm.
@@ -8,7 +8,9 @@ services/rollout/vllm.
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +44,14 @@ def register_engine(name: str, module: str, kind: str) -> None:
     """Registers a class as the weight-transfer engine of that name; further calls do nothing."""
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, module, kind)
+
+
+def unname_workers_memory(folder: Path = Path("/dev/shm")) -> None:
+    """Takes their names from the files in which the workers of an engine on a CPU meet in each step; all of them have
+    the files open. vLLM leaves the names, and with them some MiB for each worker, however its processes end."""
+    if engine := os.environ.get("VLLM_DIST_IDENT"):
+        for path in folder.glob(f"{engine}-*-cpushm_*"):
+            path.unlink(missing_ok=True)  # another worker may do the same
 
 
 def end_late_renders(renderer: Any) -> None:

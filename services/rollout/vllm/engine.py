@@ -153,6 +153,7 @@ class VLLMEngine:
         engine = cls(llm, config, expected)
         await llm.update_weight_version("0")
         engine.processes = [psutil.Process(number) for number in await llm.collective_rpc("process_number")]
+        await llm.collective_rpc("unname_memory")
         await llm.collective_rpc("continue_seeds")
         if (adapters := config.adapters) is not None:
             await llm.collective_rpc("take_adapters", args=(adapters.rank, expected.shapes, config.adapter_versions))

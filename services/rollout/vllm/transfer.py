@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from quartet.models.device import gpu_uuid
-from quartet.seams.vllm import forget_update
+from quartet.seams.vllm import forget_update, unname_workers_memory
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.receiver import Joining, Receiver, make_receiver
 from services.rollout.vllm.adapters import Adapters
@@ -185,6 +185,10 @@ class WorkerExtension:
     def process_number(self) -> int:
         """Number of this worker's process."""
         return os.getpid()
+
+    def unname_memory(self) -> None:
+        """Lets the memory that this engine's workers share go away with the last of them."""
+        unname_workers_memory()
 
     def continue_seeds(self) -> None:
         """Makes this worker continue the seeds of responses that it did not begin."""

@@ -4,11 +4,13 @@ test_requests.py there, and tests/engine/test_resumed.py."""
 
 import inspect
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.engine import logprobs
@@ -27,6 +29,24 @@ def test_an_engine_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         vllm.register_engine("mine", "os", "PathLike")
     assert list(WeightTransferEngineFactory._registry) == ["mine"]
+
+
+def test_only_an_engines_own_memory_loses_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are those of vLLM's class; that workers compute without them: tests/engine/test_engine.py."""
+    communicator: Any = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
+    for engine in ("vllm_dist_1", "vllm_dist_12"):
+        monkeypatch.setenv("VLLM_DIST_IDENT", engine)
+        for worker in (0, 1):
+            (tmp_path / f"{_CPUSHMDistributed.make_group_name(communicator)}_{worker}").touch()
+    monkeypatch.setenv("VLLM_DIST_IDENT", "vllm_dist_1")
+    for _ in range(2):
+        vllm.unname_workers_memory(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"vllm_dist_12-tp:0-[0-1]-cpushm_{worker}" for worker in (0, 1)
+    ]
+    monkeypatch.delenv("VLLM_DIST_IDENT")  # as on a GPU
+    vllm.unname_workers_memory(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_tokens_beside_log_probs_are_decoded_once_and_to_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
