@@ -17,7 +17,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-VERSIONS = ">=2.11,<2.14"
+VERSIONS = ">=2.11,<2.15"
 log = logging.getLogger("quartet")
 
 FREEING = "free gloo group"

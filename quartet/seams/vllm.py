@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.v1.engine import logprobs
 
-VERSIONS = "==0.32.*"
+VERSIONS = ">=0.32,<0.34"
 NEWER = __version_tuple__ >= (0, 33)
 """True from 0.33 on, where some serving classes take other arguments."""
 
