@@ -7,21 +7,18 @@ from typing import Any
 import numpy as np
 
 from orchestrator.config.data import EVAL, SplitsConfig
-from orchestrator.data.prompts import check_columns, messages_of, parse_split, selected, sound, text_of
 from orchestrator.data.rendering import render
-from orchestrator.data.tables import open_split, split_names
+from orchestrator.data.splits import Messages, Row, sound
+from orchestrator.data.tables import split_names
 from quartet.columns import Columns
 from quartet.config.base import ConfigError
 from quartet.models.reading import reading
 from quartet.wire.codec import Ints
 
-Messages = list[dict[str, Any]]
 Part = tuple[bool, Ints]
 """True for tokens that are trained on; and their ids."""
 _TOGETHER = 1024
 """Texts that are tokenised at once."""
-_LARGEST = float(np.finfo(np.float32).max)
-"""Largest number that a column of examples holds."""
 _SHOWN = 24
 """Characters at the end of a reply that an error shows."""
 _REWRITES = (
@@ -33,39 +30,6 @@ _BEGINS_OTHERWISE = (
     "another template in the model's folder, or data.chat_template: false"
 )
 """Problems of a template by which a longer conversation does not begin with the text of a shorter one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a split."""
-
-    number: int
-    """Row in the split as stored, from 0."""
-    place: str
-    """File and line, with which errors about the row begin."""
-    values: Mapping[str, Any]
-    """Value by column."""
-
-    def text(self, key: str) -> str:
-        """The text in a column. ConfigError, which names place and column, if it holds something else."""
-        return text_of(self.values[key], self._column(key))
-
-    def messages(self, key: str, role: str = "user") -> Messages:
-        """The chat messages in a column; text is one message of that role. ConfigError as for `text`."""
-        value, column = self.values[key], self._column(key)
-        if isinstance(value, str):
-            return [{"role": role, "content": sound(value, column)}]
-        return messages_of(value, column)
-
-    def number_in(self, key: str) -> float:
-        """The number in a column. ConfigError as for `text`."""
-        value = self.values[key]
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
-            return float(value)
-        raise ConfigError(f"{self._column(key)} should hold a finite number, got {value!r:.40}")
-
-    def _column(self, key: str) -> str:
-        return f"{self.place}: column {key!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +53,6 @@ class Examples:
     def take(self, chosen: Sequence[int]) -> Columns:
         """The trajectories of the examples with these indices."""
         return self.columns.take([self.each * index + member for index in chosen for member in range(self.each)])
-
-
-def rows_of(config: SplitsConfig, split: str, keys: Mapping[str, str | None]) -> list[Row]:
-    """The rows of `split`, a name with a range such as `[:90%]` if wanted.
-
-    Args:
-        config: the data.
-        split: the split.
-        keys: field of `data:` -> column that has to be there, or None.
-
-    Raises:
-        ConfigError: the path, the split, its range or a column does not exist, or a file is damaged.
-    """
-    name, start, stop = parse_split(split)
-    table = open_split(config.path, name)
-    check_columns(keys, table, f"data.path {config.path}, split {name!r}")
-    chosen = selected(len(table.rows), start, stop, split, config.split_seed)
-    return [Row(index, table.place(index), table.rows[index]) for index in chosen]
 
 
 def evaluation_split(config: SplitsConfig) -> str | None:

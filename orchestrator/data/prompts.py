@@ -1,10 +1,8 @@
 """Prompts: read from disk, checked, tokenised, and numbered in the order in which a run takes them."""
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,15 +10,12 @@ from numpy.typing import NDArray
 
 from orchestrator.config.data import DataConfig
 from orchestrator.data.rendering import render
-from orchestrator.data.tables import Table, open_split
+from orchestrator.data.splits import Row, rows_of, sound
 from quartet.config.base import ConfigError
-from quartet.config.explain import shown
 from quartet.models.reading import reading
 from quartet.wire.codec import Ints
 from quartet.wire.pairs import label_of
 
-_SHOWN = 80
-"""Most characters of a wrong value that an error repeats."""
 MOST_TASKS = 64
 """Most tasks of a split, as each has metrics of its own."""
 
@@ -74,39 +69,29 @@ def load_prompts(
         ConfigError: the path, the split, its range or a column does not exist, a row cannot be a prompt, the
             tokenizer fails, or no prompt is left. The message names the field, and the existing splits or columns.
     """
-    name, start, stop = parse_split(split)
-    table = open_split(config.path, name)
-    where = f"data.path {config.path}, split {name!r}"
     keys = {"input_key": config.input_key, "label_key": config.label_key, "task_key": config.task_key}
-    check_columns(keys | {f"columns.{index}": key for index, key in enumerate(config.columns)}, table, where)
-    indices = selected(len(table.rows), start, stop, split, config.split_seed)
-    rows = [table.rows[index] for index in indices]
-    places = [table.place(index) for index in indices]
-    texts = _texts([row[config.input_key] for row in rows], tokenizer, config, places, tools)
+    rows = rows_of(config, split, keys | {f"columns.{index}": key for index, key in enumerate(config.columns)})
+    where = f"data.path {config.path}, split {_name(split)!r}"
+    texts = _texts(rows, tokenizer, config, tools)
     # A chat template writes the special tokens itself.
     with reading(f"the tokenizer of {tokenizer.name_or_path} fails on prompts of {where}"):
         token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
     labels, tasks = (
-        [_text_in(row, key, place, as_text) for row, place in zip(rows, places, strict=True)]
+        [_text_in(row, key, as_text) for row in rows]
         for key, as_text in ((config.label_key, label_of), (config.task_key, str))
     )
-    further = [
-        {key: _plain(row[key], f"{place}: column {key!r}") for key in config.columns}
-        for row, place in zip(rows, places, strict=True)
-    ]
+    further = [{key: _plain(row, key) for key in config.columns} for row in rows]
     if len(different := {*tasks} - {""}) > MOST_TASKS:
         raise ConfigError(
             f"data.task_key: column {config.task_key!r} of {where} has {len(different)} different values, each of "
             f"which would be measured by itself; {MOST_TASKS} are the most"
         )
     prompts = [
-        Prompt(index, np.asarray(ids, np.int32), text, label, task, columns)
-        for index, text, ids, label, task, columns in zip(
-            indices, texts, token_ids, labels, tasks, further, strict=True
-        )
+        Prompt(row.number, np.asarray(ids, np.int32), text, label, task, columns)
+        for row, text, ids, label, task, columns in zip(rows, texts, token_ids, labels, tasks, further, strict=True)
     ]
-    for prompt, place in zip(prompts, places, strict=True):
-        _check_ids(prompt, vocab_size, place)
+    for prompt, row in zip(prompts, rows, strict=True):
+        _check_ids(prompt, vocab_size, row.place)
     kept = tuple(prompt for prompt in prompts if len(prompt.prompt_ids) <= config.max_prompt_length)
     if not kept:
         raise ConfigError(
@@ -124,7 +109,7 @@ def check_disjoint(train: PromptSet, evaluation: PromptSet) -> None:
 
 def check_rows(train: tuple[str, Sequence[int]], evaluation: tuple[str, Sequence[int]]) -> None:
     """The same for two ranges, each by its name as configured and its rows."""
-    names = [name.partition("[")[0] for name, _ in (train, evaluation)]
+    names = [_name(name) for name, _ in (train, evaluation)]
     if names[0] == names[1] and (shared := {*train[1]} & {*evaluation[1]}):
         raise ConfigError(
             f"data.prompt_split {train[0]!r} and data.eval_split {evaluation[0]!r} share {len(shared)} "
@@ -165,119 +150,34 @@ class PromptStream:
         return self._orders[number]
 
 
-_RANGE = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\])?")
-_BOUND = re.compile(r"(?P<row>\d+)|(?P<percent>100|\d{1,2}(?:\.\d+)?)%")
+def _name(split: str) -> str:
+    """A split without its range."""
+    return split.partition("[")[0]
 
 
-def parse_split(split: str) -> tuple[str, str, str]:
-    """`train[:90%]` -> ("train", "", "90%")."""
-    match = _RANGE.fullmatch(split)
-    bounds = (match["start"] or "", match["stop"] or "") if match else ("", "")
-    if not match or any(bound and not _BOUND.fullmatch(bound) for bound in bounds):
-        raise ConfigError(
-            f"data split {split!r}: should be a name, or a name with a range of row numbers from 0 up or of "
-            "percentages up to 100%: train, train[100:200], train[500:], train[:90%]"
-        )
-    return match["name"], *bounds
-
-
-def selected(total: int, start: str, stop: str, split: str, seed: int | None) -> list[int]:
-    """Row numbers of the range, in the order in which they are to be used."""
-    first = _position(start, total) if start else 0
-    end = _position(stop, total) if stop else total
-    if not first < end <= total:
-        raise ConfigError(
-            f"data split {split!r}: the range is rows {first} to {end} (the end not included), but the split "
-            f"holds {total} rows; it should start before it ends and end at {total} or before"
-        )
-    order = np.arange(total) if seed is None else np.random.default_rng(seed).permutation(total)
-    return [int(index) for index in order[first:end]]
-
-
-def _position(bound: str, total: int) -> int:
-    """A row number, or a per cent of `total` rounded down, so that `[:x%]` and `[x%:]` meet."""
-    match = _BOUND.fullmatch(bound)
-    assert match is not None
-    return int(match["row"]) if match["row"] else int(Fraction(match["percent"]) * total / 100)
-
-
-def check_columns(keys: Mapping[str, str | None], table: Table, where: str) -> None:
-    """Raises ConfigError unless there are rows and all of these columns: field of `data:` -> column, or None."""
-    if not len(table.rows):
-        raise ConfigError(f"{where}: holds no rows")
-    for name, key in keys.items():
-        if key is not None and key not in table.columns:
-            columns = ", ".join(table.columns)
-            raise ConfigError(f"data.{name}: no column {key!r} in {where}; the columns are {columns}")
-
-
-def _texts(
-    values: Sequence[Any],
-    tokenizer: Any,
-    config: DataConfig,
-    where: Sequence[str],
-    tools: Sequence[Mapping[str, Any]],
-) -> list[str]:
+def _texts(rows: Sequence[Row], tokenizer: Any, config: DataConfig, tools: Sequence[Mapping[str, Any]]) -> list[str]:
     """The prompts as text, rendered by the chat template when that is on."""
-    columns = [f"{place}: column {config.input_key!r}" for place in where]
-    if config.chat_template:
-        messages = [messages_of(value, column) for value, column in zip(values, columns, strict=True)]
-        values = render(messages, tokenizer, where, tools=tools)
-    return [text_of(value, column) for value, column in zip(values, columns, strict=True)]
+    key = config.input_key
+    if not config.chat_template:
+        return [row.text(key) for row in rows]
+    texts = render([row.messages(key) for row in rows], tokenizer, [row.place for row in rows], tools=tools)
+    return [sound(text, row.column(key)) for text, row in zip(texts, rows, strict=True)]
 
 
-def text_of(value: Any, column: str) -> str:
-    """The text in a column, with whose place errors begin. ConfigError if it is none."""
-    if not isinstance(value, str):
-        raise ConfigError(
-            f"{column} should hold text, got {type(value).__name__}; for chat messages set data.chat_template"
-        )
-    return sound(value, column)
-
-
-def messages_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """Chat messages, from text or from a list of messages."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    well_formed = isinstance(value, list) and all(
-        isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value
-    )
-    if not value or not well_formed:
-        raise ConfigError(
-            f"{where} should hold text or a list of messages, each with a role and content, got "
-            f"{shown(value)[:_SHOWN]}"
-        )
-    for at, message in enumerate(value):
-        # Many a template would write a list of parts as Python does, and the run would train on that.
-        if not isinstance(content := message["content"], str | None):
-            raise ConfigError(f"{where}[{at}].content should be text, got {shown(content)[:_SHOWN]}")
-    # Arrow gives every message all keys of all messages, with nulls that templates would take for values.
-    return [{key: part for key, part in message.items() if part is not None} for message in value]
-
-
-def _text_in(row: Mapping[str, Any], key: str | None, where: str, as_text: Callable[[Any], str]) -> str:
+def _text_in(row: Row, key: str | None, as_text: Callable[[Any], str]) -> str:
     """The value in a column as text; empty where there is none."""
-    value = None if key is None else row[key]
-    return "" if value is None else sound(as_text(value), f"{where}: column {key!r}")
+    if key is None or (value := row.values[key]) is None:
+        return ""
+    return sound(as_text(value), row.column(key))
 
 
-def _plain(value: Any, where: str) -> Any:
-    """The value as JSON has it. ConfigError if it cannot hold it."""
+def _plain(row: Row, key: str) -> Any:
+    """The value in a column as JSON has it. ConfigError if it cannot hold it."""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(row.values[key], ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where} holds what JSON cannot: {error}") from None
-    return json.loads(sound(text, where))
-
-
-def sound(text: str, where: str) -> str:
-    """The text. ConfigError if it cannot be written as UTF-8: JSON allows halves of surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise ConfigError(f"{where}: character {error.start}, {half}, is half of a character; remove it") from None
-    return text
+        raise ConfigError(f"{row.column(key)} holds what JSON cannot: {error}") from None
+    return json.loads(sound(text, row.column(key)))
 
 
 def _check_ids(prompt: Prompt, vocab_size: int | None, place: str) -> None:

@@ -14,7 +14,8 @@ from pydantic import NonNegativeInt
 from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.config.data import SplitsConfig
 from orchestrator.config.run import LogConfig, RunName
-from orchestrator.data.examples import Examples, Part, Row, answered_chat, chats_as_parts, texts_as_parts
+from orchestrator.data.examples import Examples, Part, answered_chat, chats_as_parts, texts_as_parts
+from orchestrator.data.splits import Row
 from quartet.columns import Columns
 from quartet.config.base import ConfigError, Count, ModelPath, Seed
 from quartet.config.learner import LearnerConfig

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import NonNegativeFloat
 
-from orchestrator.data.examples import Examples, Part, Row, examples, rows_of
+from orchestrator.data.examples import Examples, Part, examples
+from orchestrator.data.splits import Row, rows_of
 from orchestrator.evaluation.intervals import win_rate
 from orchestrator.supervised.contract import ExamplesConfig, Supervised
 from quartet.columns import Columns

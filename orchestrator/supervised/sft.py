@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from orchestrator.data.examples import Examples, chats_as_parts, examples, rows_of, whole_chat
+from orchestrator.data.examples import Examples, chats_as_parts, examples, whole_chat
+from orchestrator.data.splits import rows_of
 from orchestrator.evaluation.intervals import ratio_interval
 from orchestrator.supervised.contract import ExamplesConfig, Supervised
 from quartet.columns import Columns

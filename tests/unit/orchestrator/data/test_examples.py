@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.data.examples import Examples, Row, examples
+from orchestrator.data.examples import Examples, examples
+from orchestrator.data.splits import Row
 from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.registry import TRAININGS
 from quartet.config.base import ConfigError
