@@ -127,18 +127,12 @@ class PromptStream:
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, each: int = 1) -> None:
-        """`each` samples in a row have the same prompt. Raises ValueError without prompts, or if each < 1."""
-        if not prompts:
-            raise ValueError("prompts: empty; there must be at least one")
-        if each < 1:
-            raise ValueError(f"each: should be at least 1, got {each}")
+        """`each` samples in a row have the same prompt."""
         self._prompts, self._seed, self._each = prompts, seed, each
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def dealt(self, number: int) -> Prompt:
         """The prompt of the sample with this number; numbers count from 0."""
-        if number < 0:
-            raise ValueError(f"number: should be at least 0, got {number}")
         epoch, place = divmod(number // self._each, len(self._prompts))
         return self._prompts[int(self._epoch(epoch)[place])]
 

@@ -1,7 +1,6 @@
 """Prompts dealt out without an end: by seed and number alone, each pass a permutation."""
 
 import numpy as np
-import pytest
 
 from orchestrator.data.prompts import Prompt, PromptStream
 
@@ -31,12 +30,3 @@ def test_samples_in_a_row_share_a_prompt() -> None:
     plain, paired = PromptStream(prompts(3), seed=1), PromptStream(prompts(3), seed=1, each=2)
     twice = [plain.dealt(number).row for number in range(7) for _ in range(2)]
     assert [paired.dealt(number).row for number in range(14)] == twice
-
-
-def test_bad_streams() -> None:
-    with pytest.raises(ValueError, match="prompts: empty"):
-        PromptStream([], 0)
-    with pytest.raises(ValueError, match="each: should be at least 1, got 0"):
-        PromptStream(prompts(1), 0, each=0)
-    with pytest.raises(ValueError, match="number: should be at least 0, got -1"):
-        PromptStream(prompts(1), 0).dealt(-1)
