@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean
 
 UPPER = 0.975
 """Probability below the upper bound of an interval; all have 95 %."""
@@ -19,33 +19,17 @@ class Interval:
     high: float
 
 
-def mean_interval(values: Sequence[float]) -> Interval:
-    """Student's interval of the mean: mean ± t(n-1) · s / √n. One value alone has no bounds.
-
-    Raises:
-        ValueError: no values, or one that is not finite.
-    """
-    if not len(values):
-        raise ValueError("values: empty; there must be at least one")
-    if not all(math.isfinite(value) for value in values):
-        raise ValueError("values: should be finite, but there is a NaN or an infinity")
-    mean = fmean(values)
-    if len(values) == 1:
-        return Interval(mean, math.nan, math.nan)
-    half = student_t(UPPER, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half)
-
-
 def ratio_interval(totals: Sequence[float], counts: Sequence[int]) -> Interval:
     """Interval of the mean of numbers that come in groups of different sizes: sum of `totals` over sum of `counts`.
 
     Groups are independent, the numbers in one are not: the ratio's linearised variance (Cochran 1977, Sampling
-    Techniques, eq. 6.13), with Student's t. One group alone has no bounds. ValueError as for `mean_interval`.
+    Techniques, eq. 6.13), with Student's t. Where all counts are 1 that is the usual interval of a mean. One group
+    alone has no bounds. ValueError for no numbers, or one that is not finite.
     """
     if not len(totals) or not all(math.isfinite(total) for total in totals):
         raise ValueError("totals: should be finite numbers, at least one")
     size, number = sum(counts), len(totals)
-    ratio = sum(totals) / size
+    ratio = math.fsum(totals) / size
     if number == 1:
         return Interval(ratio, math.nan, math.nan)
     squares = sum((total - ratio * count) ** 2 for total, count in zip(totals, counts, strict=True))
@@ -53,21 +37,18 @@ def ratio_interval(totals: Sequence[float], counts: Sequence[int]) -> Interval:
     return Interval(ratio, ratio - half, ratio + half)
 
 
-def over_prompts(values: Sequence[tuple[int, float]]) -> Interval:
-    """Interval of the mean over prompts of each prompt's mean, from (prompt's row, value) pairs.
+def over_known(values: Sequence[tuple[int, float]]) -> Interval | None:
+    """Interval of the mean over prompts of each prompt's mean, from (prompt's row, value) pairs. Values that are not
+    numbers are left out; None if that is all of them.
 
     Several responses to one prompt are not independent, so each prompt counts once.
     """
     by_row: defaultdict[int, list[float]] = defaultdict(list)
     for row, value in values:
-        by_row[row].append(value)
-    return mean_interval([fmean(group) for group in by_row.values()])
-
-
-def over_known(values: Sequence[tuple[int, float]]) -> Interval | None:
-    """The interval over prompts of the values that are numbers; None if there are none."""
-    finite = [(row, value) for row, value in values if math.isfinite(value)]
-    return over_prompts(finite) if finite else None
+        if math.isfinite(value):
+            by_row[row].append(value)
+    means = [fmean(group) for group in by_row.values()]
+    return ratio_interval(means, [1] * len(means)) if means else None
 
 
 def win_rate(after: Sequence[float], before: Sequence[float]) -> Interval:
@@ -76,10 +57,6 @@ def win_rate(after: Sequence[float], before: Sequence[float]) -> Interval:
     Raises:
         ValueError: no pairs, or unequal lengths.
     """
-    if len(after) != len(before):
-        raise ValueError(f"after and before: {len(after)} and {len(before)} values; they should be pairs")
-    if not len(after):
-        raise ValueError("after and before: empty; there must be at least one pair")
     n = len(after)
     share = fmean(0.5 * (a > b) + 0.5 * (a >= b) for a, b in zip(after, before, strict=True))
     z = NormalDist().inv_cdf(UPPER)

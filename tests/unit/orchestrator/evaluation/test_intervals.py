@@ -1,8 +1,9 @@
 import math
+from collections.abc import Sequence
 
 import pytest
 
-from orchestrator.evaluation.intervals import mean_interval, student_t, win_rate
+from orchestrator.evaluation.intervals import Interval, over_known, ratio_interval, student_t, win_rate
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,14 @@ def test_quantiles_of_student_t(probability: float, freedom: int, table: float) 
     assert student_t(probability, freedom) == pytest.approx(table, rel=1.3e-3, abs=1e-9)
 
 
-def test_mean_interval() -> None:
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The interval of a value for each prompt."""
+    interval = over_known(list(enumerate(values)))
+    assert interval is not None
+    return interval
+
+
+def test_the_interval_of_a_mean() -> None:
     # s = sqrt(2.5), so the half width is 2.77645 · 1.58114 / sqrt(5) = 1.96324.
     interval = mean_interval([1, 2, 3, 4, 5])
     assert interval.mean == 3
@@ -60,11 +68,7 @@ def test_win_rate_without_a_win_still_has_an_upper_bound() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="values: empty; there must be at least one"):
-        mean_interval([])
-    with pytest.raises(ValueError, match="values: should be finite, but there is a NaN or an infinity"):
-        mean_interval([1.0, math.nan])
-    with pytest.raises(ValueError, match="after and before: 2 and 1 values; they should be pairs"):
-        win_rate([1, 2], [1])
-    with pytest.raises(ValueError, match="after and before: empty; there must be at least one pair"):
-        win_rate([], [])
+    for totals in ([], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="totals: should be finite numbers, at least one"):
+            ratio_interval(totals, [1] * len(totals))
+    assert over_known([(0, math.nan)]) is None
