@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,41 +42,34 @@ class EvaluatedSample:
         """Reads one line of an evaluation file. ConfigError, which begins with `where`, if the line is wrong."""
         where = f"{where}: not a sample of an evaluation"
         raw = {"label": "", **parse_object(line, where, parse_int=whole)}
-        for name, kinds, words in _FIELDS:
-            if name not in raw:
-                raise ConfigError(f"{where}: {name}: required")
-            if type(raw[name]) not in kinds:
-                raise ConfigError(f"{where}: {name}: should be {words}, got {shown(raw[name])}")
-        named = {
-            field: {name: _number(value, f"{where}: {field}.{name}") for name, value in raw[field].items()}
-            for field in ("judges", "scores")
-        }
-        fields = {name: raw[name] for name, _, _ in _FIELDS}
-        numbers = {name: _number(raw[name], f"{where}: {name}") for name in ("score", "kl")}
-        return cls(**fields | numbers | named)
+        values = {}
+        for each in fields(cls):
+            if each.name not in raw:
+                raise ConfigError(f"{where}: {each.name}: required")
+            values[each.name] = _checked(raw[each.name], each.type, f"{where}: {each.name}")
+        return cls(**values)
 
 
-_NUMBER = (int, float, type(None))
-_FIELDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    ("row", (int,), "a whole number"),
-    ("prompt", (str,), "text"),
-    ("response", (str,), "text"),
-    ("label", (str,), "text"),
-    ("ended", (bool,), "true or false"),
-    ("task", (str,), "text"),
-    ("score", _NUMBER, "a number or null"),
-    ("scores", (dict,), "a mapping of names to numbers"),
-    ("kl", _NUMBER, "a number or null"),
-    ("length", (int,), "a whole number"),
-    ("judges", (dict,), "a mapping of names to numbers"),
-)
-"""(name, types, types in words) of each field of an EvaluatedSample in JSON."""
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    str: ((str,), "text"),
+    bool: ((bool,), "true or false"),
+    float: ((int, float, type(None)), "a number or null"),
+    dict[str, float]: ((dict,), "a mapping of names to numbers"),
+}
+"""Type of a field -> its types in JSON, and these in words."""
 
 
-def _number(value: Any, where: str) -> float:
-    if type(value) not in _NUMBER:
-        raise ConfigError(f"{where}: should be a number or null, got {shown(value)}")
-    return math.nan if value is None else float(value)
+def _checked(value: Any, kind: Any, where: str) -> Any:
+    """The value of a field of this type. ConfigError, which begins with `where`, if JSON has something else there."""
+    kinds, words = _KINDS[kind]
+    if type(value) not in kinds:
+        raise ConfigError(f"{where}: should be {words}, got {shown(value)}")
+    if kind is float:
+        return math.nan if value is None else float(value)
+    if isinstance(value, dict):
+        return {name: _checked(number, float, f"{where}.{name}") for name, number in value.items()}
+    return value
 
 
 def _plain(number: float) -> float | None:
