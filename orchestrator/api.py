@@ -139,8 +139,11 @@ class Training:
             note: gets messages for the user.
 
         Raises:
-            ConfigError: the file is wrong.
+            ConfigError: the file is wrong, or it is to begin again and to go on.
         """
+        from orchestrator.commands.run_folder import check_beginning
+
+        check_beginning(overwrite=overwrite, resume=resume)
         self._deployment = Deployment.load(file)
         self._options = {
             "overwrite": overwrite,
@@ -200,7 +203,7 @@ class Training:
         if self._thread is None:
             return
         if self._paced.finishes:
-            self._paced.allow()
+            self._paced.let_go()
         elif self._task is not None:
             _call_in(self._task.get_loop(), self._task.cancel)
         self._thread.join()
@@ -256,6 +259,7 @@ class _Paced:
         self._total = self._done = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._allowed = asyncio.Event()
+        self._let_go = False
 
     def begin(self) -> None:
         """Begins, in the event loop of the run."""
@@ -265,6 +269,12 @@ class _Paced:
         """Lets the next step begin; called by another thread than the run's."""
         if self._loop is not None:
             _call_in(self._loop, self._allowed.set)
+
+    def let_go(self) -> None:
+        """Lets all further steps begin, without a pause between them; called by another thread than the run's."""
+        # Set first: a pause may begin between this and its wake, as the last step is done before its checkpoint is.
+        self._let_go = True
+        self.allow()
 
     @property
     def finishes(self) -> bool:
@@ -283,7 +293,8 @@ class _Paced:
     async def pause(self) -> None:
         self._allowed.clear()
         self.told.put(self._last)
-        await self._allowed.wait()
+        if not self._let_go:
+            await self._allowed.wait()
 
     def note(self, text: str) -> None:
         self._note(text)

@@ -180,9 +180,10 @@ def train(
     ] = False,
 ) -> None:
     """Train with PPO through the services that are up."""
-    _refuse_both(overwrite, resume)
+    from orchestrator.commands.run_folder import check_beginning
     from orchestrator.deployment import cluster
 
+    check_beginning(overwrite=overwrite, resume=resume)
     # Must come before Ray is imported, which then fixes its own address and its token.
     cluster.join()
     from orchestrator.deployment.file import Deployment
@@ -209,11 +210,6 @@ def train(
     _say(f"metrics are in {folder}, the trained policy is in {policy_folder(deployment.orchestrator)}")
 
 
-def _refuse_both(overwrite: bool, resume: bool) -> None:
-    if overwrite and resume:
-        raise ConfigError("--overwrite starts again and --resume continues; give one of them")
-
-
 def _training(name: str) -> Callable[..., None]:
     """The command of a training on examples, by its row."""
 
@@ -222,11 +218,12 @@ def _training(name: str) -> Callable[..., None]:
         overwrite: Overwrite = False,
         resume: Resume = False,
     ) -> None:
-        _refuse_both(overwrite, resume)
         # Imported here for the same reason as in `check`.
+        from orchestrator.commands.run_folder import check_beginning
         from orchestrator.commands.supervised import TrainingFile, fit
         from orchestrator.monitoring.progress import make_progress
 
+        check_beginning(overwrite=overwrite, resume=resume)
         file = TrainingFile.load(name, config)
         continues = f"`quartet {name} {config} --resume` continues from the last checkpoint"
         with _interruptible(lambda: f"interrupted; {continues}"):
@@ -418,8 +415,6 @@ def main() -> None:
 
 
 def _carry_out() -> None:
-    # Lets judges and reward functions of the current folder be imported, as in the services' processes.
-    sys.path.append(str(Path.cwd()))
     os.environ |= IDLE_THREADS_SLEEP | os.environ
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # in a log each step of theirs would be text

@@ -19,6 +19,12 @@ RUN_ID = "run_id"
 """Name of the file, in a run's folder, with the run's id."""
 
 
+def check_beginning(*, overwrite: bool, resume: bool) -> None:
+    """Raises ConfigError if a run is to begin again and to go on."""
+    if overwrite and resume:
+        raise ConfigError("--overwrite starts again and --resume continues; give one of them")
+
+
 @contextmanager
 def locked(run_dir: Path, checkpoints: Path) -> Iterator[None]:
     """Holds the run's lock. It ends with the process, however that ends. The lock of the checkpoints lies beside

@@ -1,5 +1,6 @@
 """A training of the Python API and its ends; the run itself is a fake one."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator import api
+from quartet.config.base import ConfigError
 from tests.configuration import REPO
 
 FAKE = """
@@ -44,6 +46,8 @@ class Fake:
         self.fails_at = 0
         self.joining: Any = lambda: None
         """Called where a real run sets the process up for Ray."""
+        self.checkpoint: Any = lambda: asyncio.sleep(0)
+        """Awaited where a real run takes a checkpoint of a step that is done."""
 
     async def train(self, deployment: Any, progress: Any, **options: Any) -> Path:
         progress.start(3, 0)
@@ -52,6 +56,7 @@ class Fake:
                 raise ValueError("the run's own error")
             self.steps.append(step)
             progress.step(step, {"score/mean": 0.5}, 0.0)
+            await self.checkpoint()
             await progress.pause()
         return Path("runs/x")
 
@@ -117,6 +122,36 @@ def test_one_that_is_closed_before_it_has_begun_takes_no_step(fake: Fake) -> Non
     fresh.close()
     assert list(fresh) == []
     assert fake.steps == []
+
+
+def test_one_that_is_closed_in_its_last_checkpoint_ends_as_it_would(fake: Fake) -> None:
+    """Ctrl-C may come while it is written, when the step is asked for no more."""
+    written, go_on = threading.Event(), threading.Event()
+
+    async def checkpoint() -> None:
+        if fake.steps == [1, 2, 3]:
+            written.set()
+            await asyncio.to_thread(go_on.wait, 60)
+
+    fake.checkpoint = checkpoint
+    training = api.Training("x.yaml")
+    assert [next(training).number for _ in range(2)] == [1, 2]
+    asking = threading.Thread(target=lambda: next(training), daemon=True)
+    asking.start()
+    assert written.wait(60)
+    closing = threading.Thread(target=training.close, daemon=True)
+    closing.start()
+    while not training._closed:
+        pass
+    go_on.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert list(training) == []
+
+
+def test_to_begin_again_and_to_go_on_exclude_each_other(fake: Fake) -> None:
+    with pytest.raises(ConfigError, match=r"--overwrite starts again and --resume continues; give one of them"):
+        api.Training("x.yaml", overwrite=True, resume=True)
 
 
 @pytest.mark.parametrize("left", ["for step in api.Training('x.yaml'): break", "t = api.Training('x.yaml'); next(t)"])
