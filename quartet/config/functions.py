@@ -13,8 +13,8 @@ from quartet.wire.pairs import Pair
 PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 """The form of `package.module:name`."""
 VARIABLE = "QUARTET_FUNCTIONS"
-"""Folder of the user's modules, which `quartet up` gives to the services: its own. Python looks there last, so that
-no module in it hides one of an installed package."""
+"""Folder of the user's modules, which `quartet up` gives to the services: its own. Everywhere else it is the current
+folder. Python looks there last, so that no module in it hides one of an installed package."""
 
 
 def imported(path: str, field: str) -> Any:
@@ -24,8 +24,8 @@ def imported(path: str, field: str) -> Any:
         ConfigError: it does not exist, or its module cannot be imported.
     """
     module, _, name = path.partition(":")
-    folder = os.environ.get(VARIABLE)
-    if folder and folder not in sys.path:
+    folder = os.environ.get(VARIABLE) or os.getcwd()
+    if folder not in sys.path:
         sys.path.append(folder)
     try:
         return getattr(importlib.import_module(module), name)

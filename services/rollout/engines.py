@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from quartet.config.functions import imported
+
 if TYPE_CHECKING:  # the configuration reads this table
     from services.rollout.config import RolloutConfig
     from services.rollout.http import Completions, Served
@@ -53,8 +55,10 @@ def kind_of(config: "RolloutConfig") -> EngineKind:
 
 
 async def start(config: "RolloutConfig") -> "Engine":
-    """Starts the engine that a configuration names. The errors are the engine's own."""
-    begin: Start = _imported(kind_of(config).start)
+    """Starts the engine that a configuration names, one of the user's own found as reward functions are. ConfigError
+    if that cannot be imported; other errors are the engine's own."""
+    own = config.engine not in ENGINES
+    begin: Start = imported(config.engine, "rollout.args.engine") if own else _imported(ENGINES[config.engine].start)
     return await begin(config)
 
 

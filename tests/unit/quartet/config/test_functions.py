@@ -51,6 +51,15 @@ def test_a_module_of_the_users_folder_is_found_and_hides_no_other(folder: Path) 
     assert sys.path.count(str(folder)) == 1
 
 
+def test_without_a_service_it_is_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts may lie elsewhere."""
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.chdir(folder)
+    (folder / "rewards_beside_a_file.py").write_text("def score(pairs):\n    return [8.0 for _ in pairs]\n")
+    assert load_function("rewards_beside_a_file:score")(["a"]) == [8.0]  # type: ignore[list-item]
+    assert sys.path[-1] == str(folder)
+
+
 def test_a_module_that_ends_the_program_is_the_users_mistake(folder: Path) -> None:
     (folder / "script_of_a_user.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match="importing script_of_a_user fails with SystemExit: 0"):

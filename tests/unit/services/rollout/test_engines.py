@@ -27,6 +27,20 @@ async def test_an_engine_of_the_users_own_is_started_by_its_import_path(
     assert kind_of(config).cpu_head_sizes is None
 
 
+async def test_one_in_the_users_folder_is_found_where_python_does_not_look(
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of `quartet evaluate --model` is started with -P."""
+    (tmp_path / "an_engine_beside_a_file.py").write_text("async def begin(config):\n    return config.model\n")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    monkeypatch.chdir(tmp_path)
+    config = RolloutConfig(model=str(policy_folder), engine="an_engine_beside_a_file:begin")
+    assert str(await start(config)) == str(policy_folder)
+    gone = RolloutConfig(model=str(policy_folder), engine="no_engine_at_all:begin")
+    with pytest.raises(ConfigError, match=r"rollout\.args\.engine: .*No module named 'no_engine_at_all'"):
+        await start(gone)
+
+
 def test_vllm_is_the_default(policy_folder: Path) -> None:
     assert kind_of(RolloutConfig(model=str(policy_folder))) == ENGINES["vllm"]
 
