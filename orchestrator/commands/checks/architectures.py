@@ -3,16 +3,13 @@
 import functools
 from collections.abc import Iterator
 
-from orchestrator.commands.checks.models import load_model_config, models, scorers
-from orchestrator.deployment.file import Deployment, ServicesFile
+from orchestrator.commands.checks.models import load_model_config, models, with_models
+from orchestrator.deployment.file import ServicesFile
 from quartet.config.base import ConfigError
-from quartet.config.frozen import FrozenConfig
-from quartet.config.learner import LearnerConfig
 from quartet.models.architectures import TESTED_ARCHITECTURES
 from quartet.models.attention import packed
 from quartet.models.loading import max_length, shape_of_causal
 from quartet.models.size import head_size
-from services.reward.config import ModelScorerConfig, RewardConfig
 from services.rollout.config import RolloutConfig
 from services.rollout.engines import kind_of
 
@@ -62,10 +59,10 @@ def unfit_heads(section: RolloutConfig, name: str) -> Iterator[str]:
 
 
 def unpackable(deployment: ServicesFile) -> Iterator[str]:
-    """Models that would compute something else if they were packed."""
+    """Models, but for the engine's, that would compute something else if they were packed."""
     network = functools.cache(lambda path: shape_of_causal(path, "float32"))
-    for where, section in _computing(deployment):
-        if not section.packing or load_model_config(section.model) is None:
+    for where, section in with_models(deployment):
+        if isinstance(section, RolloutConfig) or not section.packing or load_model_config(section.model) is None:
             continue
         try:
             model = network(section.model)
@@ -74,17 +71,3 @@ def unpackable(deployment: ServicesFile) -> Iterator[str]:
             continue
         if problem := packed.problem(model, section.model, getattr(section, "attn_implementation", "sdpa")):
             yield f"{where}.packing: {problem}"
-
-
-def _computing(deployment: ServicesFile) -> Iterator[tuple[str, LearnerConfig | FrozenConfig]]:
-    """(field, section) of each model outside the engine."""
-    if isinstance(deployment, Deployment):
-        yield "orchestrator.policy", deployment.orchestrator.policy
-    for name, section in deployment.services.items():
-        where = f"applications.{name}.args"
-        if isinstance(section, LearnerConfig | FrozenConfig):
-            yield where, section
-        elif isinstance(section, RewardConfig):
-            for field, scorer in scorers(section.hosted, where):
-                if isinstance(scorer, ModelScorerConfig):
-                    yield field, scorer

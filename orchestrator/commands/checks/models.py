@@ -16,12 +16,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
-from quartet.config.base import ConfigError
+from quartet.config.base import Config, ConfigError
+from quartet.config.frozen import FrozenConfig
+from quartet.config.learner import LearnerConfig
 from quartet.models.loading import check_whole, load_config, load_tokenizer
 from quartet.models.scalar import check_scalar
 from quartet.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
-from services.reference.config import ReferenceConfig
 from services.reward.config import Hosted, ModelScorerConfig, PartConfig, RewardConfig, field_of, parts_of
 from services.rollout.config import RolloutConfig
 
@@ -57,12 +58,13 @@ def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
 
 def models(deployment: ServicesFile) -> Iterator[tuple[str, str]]:
     """(field, folder) of every model in the file that reads or writes tokens."""
-    return ((field, path) for field, path, _ in _needed(deployment))
+    return ((f"{where}.model", section.model) for where, section in with_models(deployment))
 
 
 def models_of_run(deployment: Deployment) -> Iterator[tuple[str, str]]:
     """The same without those of scorers that the run does not ask."""
-    return ((field, path) for field, path, _ in _needed(deployment, deployment.orchestrator))
+    of_run = with_models(deployment, deployment.orchestrator)
+    return ((f"{where}.model", section.model) for where, section in of_run)
 
 
 def scorers_asked(run: OrchestratorConfig | None, name: str, section: RewardConfig) -> Mapping[str, Hosted]:
@@ -80,33 +82,28 @@ def scorers_asked(run: OrchestratorConfig | None, name: str, section: RewardConf
     }
 
 
-def _needed(
+def with_models(
     deployment: ServicesFile, run: OrchestratorConfig | None = None
-) -> Iterator[tuple[str, str, Callable[[str], object]]]:
-    """(field, folder, check of the weights) of every model; of scorers, those that the run asks if one is given."""
+) -> Iterator[tuple[str, RolloutConfig | LearnerConfig | FrozenConfig]]:
+    """(place, section) of every section with a model; of scorers, those that the run asks if one is given."""
     if isinstance(deployment, Deployment):
-        yield POLICY_FIELD, deployment.orchestrator.policy.model, _check_causal
+        yield "orchestrator.policy", deployment.orchestrator.policy
     for name, section in deployment.services.items():
         where = f"applications.{name}.args"
-        if isinstance(section, RolloutConfig | ReferenceConfig):
-            yield f"{where}.model", section.model, _check_causal
-        elif isinstance(section, CriticConfig):
-            yield f"{where}.model", section.model, _check_body
+        if isinstance(section, RolloutConfig | LearnerConfig | FrozenConfig):
+            yield where, section
         elif isinstance(section, RewardConfig):
             for field, scorer in scorers(scorers_asked(run, name, section), where):
                 if isinstance(scorer, ModelScorerConfig):
-                    yield f"{field}.model", scorer.model, check_scalar
-
-
-_check_causal = partial(check_whole, AutoModelForCausalLM)
-_check_body = partial(check_whole, AutoModel)
+                    yield field, scorer
 
 
 def broken_models(deployment: ServicesFile) -> Iterator[str]:
     """Models whose configuration cannot be read, or whose weights are missing, incomplete, or those of a model for
     something else; each once."""
     seen = set()
-    for field, path, check in _needed(deployment):
+    for where, section in with_models(deployment):
+        path, check = section.model, _check_of(section)
         if (path, check) in seen:
             continue
         seen.add((path, check))
@@ -117,7 +114,18 @@ def broken_models(deployment: ServicesFile) -> Iterator[str]:
                 check(path)
         except ConfigError as error:
             problems = [str(error).removeprefix("model: ")]
-        yield from (f"{field}: {problem}" for problem in problems)
+        yield from (f"{where}.model: {problem}" for problem in problems)
+
+
+def _check_of(section: Config) -> Callable[[str], object]:
+    """The check of the weights that the model of a section needs."""
+    if isinstance(section, ModelScorerConfig):
+        return check_scalar
+    return _check_body if isinstance(section, CriticConfig) else _check_causal
+
+
+_check_causal = partial(check_whole, AutoModelForCausalLM)
+_check_body = partial(check_whole, AutoModel)
 
 
 def broken_tokenizers(deployment: ServicesFile) -> Iterator[str]:
