@@ -117,7 +117,7 @@ def consequences(ray: cluster.Cluster, deployment: ServicesFile) -> Consequences
     if refused := kept(described, deployment.raw):
         return Consequences(refused, [])
     found = changes(described["applications"], deployment.raw.get("applications") or [])
-    lines = [str(change) for change in found]
+    lines = [change.text for change in found]
     if any(change.restarts for change in found) and isinstance(deployment, Deployment):
         run = asyncio.run(_training(deployment.orchestrator))
         lines += [f"run {run} is training with these services; {_MEANWHILE}"] if run else []

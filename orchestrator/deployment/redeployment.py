@@ -13,14 +13,10 @@ from services.critic.config import CriticConfig
 class Change:
     """The consequence of a file for one application that runs."""
 
-    application: str
     text: str
     """The consequence, for the user."""
     restarts: bool
     """True if replicas that run are replaced or stopped."""
-
-    def __str__(self) -> str:
-        return f"{self.application}: {self.text}"
 
 
 def scalable(application: Application) -> dict[str, Any]:
@@ -63,7 +59,8 @@ def changes(running: Mapping[str, Any], wanted: Sequence[Application]) -> list[C
     names = [str(section.get("name")) for section in wanted]
     for name, described in running.items():
         if name not in names:
-            found.append(Change(name, f"not in the file, so {_replicas(described)} will be stopped", restarts=True))
+            text = f"{name}: not in the file, so {_replicas(described)} will be stopped"
+            found.append(Change(text, restarts=True))
     for name, section in zip(names, wanted, strict=True):
         described = running.get(name)
         if described and (deployed := described.get("deployed_app_config")):
@@ -102,18 +99,18 @@ def _changes(name: str, described: Mapping[str, Any], deployed: Application, sec
 
     keys = restarting(deployed, section)
     if keys:
-        text = f"{_replicas(described, moved(keys))} will be restarted, because of {', '.join(keys)}"
-        return [Change(name, text, restarts=True)]
+        replicas = _replicas(described, moved(keys))
+        return [Change(f"{name}: {replicas} will be restarted, because of {', '.join(keys)}", restarts=True)]
     before, after = _bounds(deployed), _bounds(section)
     if scaled := [each for each in after if before.get(each, _counted(1)) != after[each]]:
         said = [
             f"{f'{each} ' if len(after) > 1 else ''}from {before.get(each, _counted(1))} to {after[each]}"
             for each in scaled
         ]
-        return [Change(name, f"{', '.join(said)}; those that stay are not restarted", restarts=False)]
+        return [Change(f"{name}: {', '.join(said)}; those that stay are not restarted", restarts=False)]
     # What the deployed section does not set has Serve's default, as in the new one.
     if any(deployed.get(key) != value for key, value in section.items() if key in deployed or value):
-        return [Change(name, "changes in place; no replica is restarted", restarts=False)]
+        return [Change(f"{name}: changes in place; no replica is restarted", restarts=False)]
     return []
 
 

@@ -36,7 +36,7 @@ def running(sections: list[dict[str, Any]], replicas: int = 1) -> dict[str, Any]
 
 
 def told(sections: list[dict[str, Any]], wanted: list[dict[str, Any]], replicas: int = 1) -> list[str]:
-    return [str(change) for change in changes(running(sections, replicas), wanted)]
+    return [change.text for change in changes(running(sections, replicas), wanted)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_each_of_several_scorers_scales_and_moves_by_itself() -> None:
 
     def said(**entry: Any) -> list[str]:
         entries = [{"name": "b", "num_replicas": 2, "ray_actor_options": {"num_cpus": 1}} | entry]
-        return [str(change) for change in changes(described, [section | {"deployments": entries}])]
+        return [change.text for change in changes(described, [section | {"deployments": entries}])]
 
     assert said() == []
     assert said(num_replicas=3) == ["reward: b from 2 replicas to 3 replicas; those that stay are not restarted"]
@@ -140,7 +140,7 @@ def test_each_of_several_scorers_scales_and_moves_by_itself() -> None:
         f"reward: b: its 2 replicas will be restarted, because of {where}"
     ]
     changed = section | {"args": {"scorers": {"a": function, "b": function | {"max_length": 9}}}}
-    assert [str(change) for change in changes(described, [changed])] == [
+    assert [change.text for change in changes(described, [changed])] == [
         "reward: its 4 replicas will be restarted, because of args.scorers.b.max_length"
     ]
 
@@ -149,6 +149,6 @@ def test_a_service_that_serve_deploy_started_without_the_key_is_told(sections: l
     """`serve deploy` sends the file as it is."""
     described = running(sections)
     described["rollout"]["deployed_app_config"] = sections[0]
-    assert [str(change) for change in changes(described, sections)] == [
+    assert [change.text for change in changes(described, sections)] == [
         "rollout: its 1 replica will be restarted, because of deployments.Rollout.autoscaling_config"
     ]
