@@ -101,6 +101,10 @@ def test_a_session_is_a_trajectory_of_the_contract(sessions: Sessions) -> None:
     assert columns_of_session(told, 40, 40, 3)["score"].tolist() == [0.5, 0.5]
     told["interactions"][1]["reward"], told["reward"] = 2.0, None
     assert columns_of_session(told, 40, 40, 3)["score"].tolist() == pytest.approx([2.0, np.nan], nan_ok=True)
+    missing = told["sequences"][0]["segments"][1]["logprobs"].pop()
+    with pytest.raises(ValueError, match="a segment of 2 ids has 1 log-probs"):
+        trajectories_of(told, 0, 0, 0)
+    told["sequences"][0]["segments"][1]["logprobs"].append(missing)
     told["sequences"][0]["ids"].pop()
     with pytest.raises(ValueError, match=r"sequences\[0\]: 5 ids, but segments of 6"):
         trajectories_of(told, 0, 0, 0)
@@ -303,6 +307,9 @@ def test_a_caller_that_fills_its_part_leaves_room_for_others(
     """An empty session counts as 1024 bytes."""
     monkeypatch.setattr(module, what, 24 * each)
     sessions = Sessions()
+    for number in range(20):  # callers that are gone have no part
+        sessions.start(f"gone{number}", "gone", "t")
+        sessions.remove(f"gone{number}", "gone")
     assert [filled(sessions, owner) for owner in ("a", "b", "c", "d")] == [12, 12, 4, 3]
     with pytest.raises(ResourceExhausted, match=f"a has {12 * each} .* is {3 * each} of a caller, as all have "):
         sessions.start("a", "other", "t")
@@ -336,12 +343,13 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
     with pytest.raises(NotFound, match="s2 is not here: it was removed, or nothing was heard of it for long"):
         sessions.begun(ME, "s2", [], "t")
     assert sessions.counts["sessions"] == 1
-    monkeypatch.setattr(module, "MOST_TURNS", 1)
     sessions.record(ME, "s1", "c", ids(5), sampled(10), b"")
-    with pytest.raises(ResourceExhausted, match="s1 has 1 responses") as never:
-        sessions.begun(ME, "s1", [], "t")
-    assert never.value.retry_after_s is None
-    monkeypatch.setattr(module, "MOST_TURNS", 2)
+    for bound, most in (("MOST_TURNS", 1), ("MOST_OF_A_SESSION", 2064)):
+        with monkeypatch.context() as bounded:
+            bounded.setattr(module, bound, most)
+            with pytest.raises(ResourceExhausted, match="s1 has 1 responses and 2064 bytes") as never:
+                sessions.begun(ME, "s1", [], "t")
+            assert never.value.retry_after_s is None
     monkeypatch.setattr(module, "MOST_BYTES", 2 * sessions.counts["session_bytes"])
     for refused in (lambda: sessions.start(ME, "s5", "t"), lambda: sessions.begun(ME, "s1", [], "t")):
         with pytest.raises(ResourceExhausted, match=r"me has [0-9]+ bytes of sessions, and the most is "):
