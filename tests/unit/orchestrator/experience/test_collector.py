@@ -277,7 +277,9 @@ async def test_each_sample_keeps_its_number_and_is_asked_for_with_its_seed(fakes
     requests = make_requests(5)[3:]
     collected = await make_collector(fakes, policy_folder).collect(requests, version=1, critic_step=0)
     assert collected.trained_numbers == [3, 4]
-    assert [call["seeds"] for call in fakes.rollout.calls] == [[103, 104]]
+    unseeded = [replace(each, seed=None) for each in requests]
+    await make_collector(fakes, policy_folder).collect(unseeded, version=1, critic_step=0)
+    assert [call["seeds"] for call in fakes.rollout.calls] == [[103, 104], None]
 
 
 async def test_scores_of_another_scorer_are_not_mixed_into_a_run(fakes: Fakes, policy_folder: Path) -> None:

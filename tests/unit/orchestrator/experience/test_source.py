@@ -265,14 +265,32 @@ async def test_a_user_hears_of_a_wait_that_is_three_times_as_long_as_the_last_on
     bench, told = Bench(policy_folder, 0, prompts_per_call=1), []
     async with Beside() as beside:
         stream = bench.open(beside)
-        # After 30 s and 60 s; not before 270 s; after 600 s.
-        for step, seconds in enumerate((90, 200, 700), start=1):
+        # After 30 s and 60 s; not before 240 s; after 600 s.
+        for step, seconds in enumerate((80, 200, 700), start=1):
             asyncio.get_running_loop().call_later(seconds, bench.hold(2 * step - 1).set)
             await bench.step(stream, step)
             told.append(len(bench.notes))
             stream.served(step)
     assert told == [2, 2, 3]
-    assert bench.notes[2].startswith("step 3 has waited 600 s for samples. ")
+    for note, (step, seconds) in zip(bench.notes, ((1, 30), (1, 60), (3, 600)), strict=True):
+        assert note.startswith(f"step {step} has waited {seconds} s for samples. ")
+
+
+async def test_several_failures_beside_the_loop_are_all_told() -> None:
+    errors = Unavailable("gone"), OSError("broken")
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    async def loop() -> None:
+        async with Beside() as beside:
+            for error in errors:
+                beside.start(fail(error), "fails")
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await loop()
+    assert caught.value.exceptions == errors
 
 
 def test_a_batch_is_not_sampled_further_ahead_than_the_bound_allows() -> None:
