@@ -32,7 +32,7 @@ from services.rollout.client import RolloutClient
 from services.rollout.session_client import SessionClient
 from services.rollout.session_terms import terms_of
 from services.rollout.session_trajectory import as_json
-from services.rollout.sessions import Sessions
+from services.rollout.sessions import MOST_OF_A_SESSION, Sessions
 from tests.unit.fakes import make_config
 
 ME = Caller("me", "trainer")
@@ -236,16 +236,23 @@ async def test_so_many_go_on_at_a_time_as_may(door: Door, config: OrchestratorCo
     assert door.held.counts["sessions"] == 0
 
 
-async def test_those_that_begin_and_end_together_share_requests(door: Door, config: OrchestratorConfig) -> None:
+@pytest.mark.parametrize(("most", "asked"), [(MOST_OF_A_SESSION, 32), (1, 96)], ids=["together", "one by one"])
+async def test_those_that_begin_and_end_together_share_requests(
+    door: Door, config: OrchestratorConfig, monkeypatch: pytest.MonkeyPatch, most: int, asked: int
+) -> None:
+    """Tokens for which an answer has no room are asked for again."""
+    monkeypatch.setattr("services.rollout.sessions.MOST_OF_A_SESSION", most)
+
     async def solve(task: Task) -> None:
-        door.say(task, ids(7), 10)
+        door.say(task, ids(7), 100 + task.sample)
 
     requests = [replace(REQUEST, number=number, seed=number) for number in range(64)]
     async with open_agents(door, config, solve) as agents:
         had = await asyncio.gather(*(agents.converse(each, **BOUNDS) for each in requests))
     assert [each.request.number for each in had] == list(range(64))
+    assert [each.segments[1].ids.tolist() for each in had] == [[100 + number] for number in range(64)]
     assert [each["seed"] for each in door.started] == list(range(64))
-    assert door.requests < 32  # and not three for each
+    assert door.requests < asked  # and not three for each
     assert door.held.counts["sessions"] == 0
 
 
@@ -340,6 +347,15 @@ async def test_log_probs_have_to_be_finite(door: Door, config: OrchestratorConfi
 
     with pytest.raises(InvalidReply, match=r"prompt row 2: logprobs\[1\] is nan; must be finite"):
         await converse(door, config, solve)
+
+
+@pytest.mark.parametrize("told", [[], [{}, {}], None])
+async def test_an_answer_that_tells_of_none_or_of_too_many_is_refused(
+    door: Door, config: OrchestratorConfig, told: Any
+) -> None:
+    door.held.trajectories = lambda *asked: told  # type: ignore[method-assign]
+    with pytest.raises(InvalidReply, match="/rl/trajectory: should tell of 1 to 1 sessions"):
+        await converse(door, config, lambda task: door.say(task, ids(7), 10))
 
 
 async def test_lost_tokens_are_sampled_again(door: Door, config: OrchestratorConfig) -> None:
