@@ -48,6 +48,11 @@ class Comparison:
     before: Evaluation
     after: Evaluation | None
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the two, or of the only one."""
+        return [each.step for each in (self.before, self.after) if each]
+
     def pairs(self) -> list[BeforeAfter]:
         """Pairs of responses to the same prompt: the first with the first, the second with the second, and so on."""
         later: defaultdict[int, list[EvaluatedSample]] = defaultdict(list)

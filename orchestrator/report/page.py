@@ -45,7 +45,7 @@ def write_report(run_dir: Path) -> Path:
     pairs = spread(comparison.pairs(), 5) if comparison else []
     parts = [
         _header(run_dir.resolve().name, metrics),
-        _result(comparison) if comparison else _result_of_examples(metrics),
+        _table(*_result(comparison, metrics), _ABOUT_RESULT if comparison else _ABOUT_EXAMPLES),
         _charts(metrics, draw_last_steps(run_dir / TRACE)),
         _samples(pairs) if pairs else "",
         _configuration(run_dir / "config.yaml"),
@@ -62,15 +62,12 @@ def summary_table(run_dir: Path) -> Table:
     Raises:
         ConfigError: an evaluation's file holds something else than samples.
     """
-    if comparison := read_comparison(run_dir):
-        title, headings, measures = "Held-out prompts", _headings(comparison), comparison.measures()
-    else:
-        measures, steps = measures_of_examples(read_metrics(run_dir / FILE) if (run_dir / FILE).exists() else [])
-        title, headings = "Held-out examples", _headings_at(*steps) if steps else []
+    comparison, path = read_comparison(run_dir), run_dir / FILE
+    measures, steps = _result(comparison, [] if comparison or not path.exists() else read_metrics(path))
     if not measures:
         return Table("No evaluation was recorded", box=SIMPLE_HEAD)
-    table = Table(box=SIMPLE_HEAD, title=title)
-    for heading in headings:
+    table = Table(box=SIMPLE_HEAD, title="Held-out prompts" if comparison else "Held-out examples")
+    for heading in _headings(*steps):
         table.add_column(heading, justify="left" if heading == "" else "right")
     for measure in measures:
         cells = [(measure.name, measure.unit), *_cells(measure)]
@@ -104,17 +101,15 @@ def _header(name: str, metrics: Metrics) -> str:
     return f'<header><h1>{escape(name)}</h1><p class="note">{about}</p></header>'
 
 
-def _result(comparison: Comparison) -> str:
-    return _table(_headings(comparison), comparison.measures(), _ABOUT_RESULT)
+def _result(comparison: Comparison | None, metrics: Metrics) -> tuple[list[Measure], list[int]]:
+    """Measures on held-out prompts or examples, and the step or two that they are of; nothing without evaluations."""
+    return (comparison.measures(), comparison.steps) if comparison else measures_of_examples(metrics)
 
 
-def _result_of_examples(metrics: Metrics) -> str:
-    measures, steps = measures_of_examples(metrics)
-    return _table(_headings_at(*steps), measures, _ABOUT_EXAMPLES) if measures else ""
-
-
-def _table(names: list[str], measures: list[Measure], about: str) -> str:
-    headings = "".join(f"<th scope=col>{heading}</th>" for heading in names)
+def _table(measures: list[Measure], steps: list[int], about: str) -> str:
+    if not measures:
+        return ""
+    headings = "".join(f"<th scope=col>{heading}</th>" for heading in _headings(*steps))
     rows = []
     for measure in measures:
         unit = f"<small>{escape(measure.unit)}</small>" if measure.unit else ""
@@ -171,11 +166,7 @@ def _configuration(path: Path) -> str:
     return f'<details class="card"><summary>Configuration</summary><pre>{text}</pre></details>'
 
 
-def _headings(comparison: Comparison) -> list[str]:
-    return _headings_at(comparison.before.step, comparison.after.step if comparison.after else None)
-
-
-def _headings_at(before: int, after: int | None = None) -> list[str]:
+def _headings(before: int, after: int | None = None) -> list[str]:
     first = f"Step {before}" if before else "Before"
     return ["", first, "After" if after is None else f"Step {after}", "Change", "Win rate"]
 
