@@ -187,15 +187,7 @@ def _call(function: Any) -> Call:
     return Call(name, arguments)
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEEPEST):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return False
-    return True
+def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
+    """True if there are so many levels of values in a value, or more."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deep(each, levels - 1) for each in inner)
