@@ -11,13 +11,11 @@ import numpy as np
 from orchestrator.config.data import SplitsConfig
 from orchestrator.data.tables import Table, open_split
 from quartet.config.base import ConfigError
-from quartet.config.explain import shown
+from quartet.config.explain import excerpt
 
 Messages = list[dict[str, Any]]
 _LARGEST = float(np.finfo(np.float32).max)
 """Largest number that a row's column may hold."""
-_SHOWN = 80
-"""Most characters of a wrong value that an error repeats."""
 _RANGE = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\])?")
 _BOUND = re.compile(r"(?P<row>\d+)|(?P<percent>100|\d{1,2}(?:\.\d+)?)%")
 
@@ -52,13 +50,12 @@ class Row:
         )
         if not value or not well_formed:
             raise ConfigError(
-                f"{column} should hold text or a list of messages, each with a role and content, got "
-                f"{shown(value)[:_SHOWN]}"
+                f"{column} should hold text or a list of messages, each with a role and content, got {excerpt(value)}"
             )
         for at, message in enumerate(value):
             # Many a template would write a list of parts as Python does, and the run would train on that.
             if not isinstance(content := message["content"], str | None):
-                raise ConfigError(f"{column}[{at}].content should be text, got {shown(content)[:_SHOWN]}")
+                raise ConfigError(f"{column}[{at}].content should be text, got {excerpt(content)}")
         # Arrow gives every message all keys of all messages, with nulls that templates would take for values.
         return [{key: part for key, part in message.items() if part is not None} for message in value]
 

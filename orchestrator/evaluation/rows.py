@@ -11,14 +11,12 @@ from typing import Any, BinaryIO, Self
 
 from orchestrator.monitoring.jsonl import parse_object
 from quartet.config.base import MIB, ConfigError
-from quartet.config.explain import shown
+from quartet.config.explain import excerpt
 from quartet.wire.pairs import label_of
 
 LONGEST = 64 * MIB
 """Most bytes of a line."""
 Message = Mapping[str, Any]
-_SHOWN = 80
-"""Most characters of a wrong value that an error repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ def parse(line: bytes, number: int, name: str) -> Row:
         raise ConfigError(f"{where}: prompt, messages: give one of them")
     response = values.get("response")
     if response is not None and not isinstance(response, str):
-        raise ConfigError(f"{where}: response: should be text, got {shown(response)[:_SHOWN]}")
+        raise ConfigError(f"{where}: response: should be text, got {excerpt(response)}")
     texts = {field: values.get(field) for field in ("prompt", "response")} | {"label": label_of(values.get("label"))}
     for field, text in texts.items():
         if isinstance(text, str) and not is_text(text):
@@ -103,15 +101,15 @@ def is_text(text: str) -> bool:
 
 def _messages(value: Any, where: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where}: should be a list of messages, got {shown(value)[:_SHOWN]}")
+        raise ConfigError(f"{where}: should be a list of messages, got {excerpt(value)}")
     for at, message in enumerate(value):
         if not isinstance(message, dict):
-            raise ConfigError(f"{where}[{at}]: should be a mapping, got {shown(message)[:_SHOWN]}")
+            raise ConfigError(f"{where}[{at}]: should be a mapping, got {excerpt(message)}")
         for name in ("role", "content"):
             if name not in message:
                 raise ConfigError(f"{where}[{at}].{name}: required")
         if not isinstance(message["role"], str):
-            raise ConfigError(f"{where}[{at}].role: should be text, got {shown(message['role'])[:_SHOWN]}")
+            raise ConfigError(f"{where}[{at}].role: should be text, got {excerpt(message['role'])}")
     return value
 
 

@@ -4,13 +4,11 @@ import json
 from typing import Any
 
 from quartet.config.base import ConfigError
-from quartet.config.explain import shown
+from quartet.config.explain import excerpt
 from quartet.wire.json_object import strict_json
 
 _DIGITS = 16
 """Most digits of a whole number; a double holds that many exactly."""
-_SHOWN = 80
-"""Most characters of a wrong value that an error repeats."""
 
 
 def parse_object(line: str | bytes, where: str, **options: Any) -> dict[str, Any]:
@@ -22,7 +20,7 @@ def parse_object(line: str | bytes, where: str, **options: Any) -> dict[str, Any
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise ConfigError(f"{where}: not valid JSON: {reason}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: should be a JSON object, got {shown(values)[:_SHOWN]}")
+        raise ConfigError(f"{where}: should be a JSON object, got {excerpt(values)}")
     return values
 
 

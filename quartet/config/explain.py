@@ -86,6 +86,11 @@ def shown(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
 
 
+def excerpt(value: Any) -> str:
+    """The first 80 characters of a value as `shown` gives it, for one that may be long."""
+    return shown(value)[:80]
+
+
 def _line(found: Sequence[ErrorDetails], model: type[BaseModel], *, lists: bool) -> str:
     """The message that follows the field's path, from the errors there; it lists the fields that there are if one is
     unknown and `lists`."""
