@@ -32,7 +32,8 @@ async def catch_up(member: WeightMember, engine: Engine, replica: str, applicati
     """Returns when the engine holds the version that the other replicas serve; at once if no run is active.
 
     Raises:
-        Unavailable: a run is active, but its learner did not deliver the weights within `timeout_s`.
+        Unavailable: a run is active, but its learner did not deliver the weights within `timeout_s`, or the engine
+            died meanwhile.
     """
     reason = "no answer"
     try:
@@ -57,11 +58,23 @@ async def catch_up(member: WeightMember, engine: Engine, replica: str, applicati
                 if not reason:
                     log.info("%s joined at version %d", replica, engine.version)
                     return
+                await _check_alive(engine, replica, reason)
                 await asyncio.sleep(0.5)
     except TimeoutError:
         raise Unavailable(
             f"{replica} got no weights from the run that trains {application} in {timeout_s:g} s: {reason}"
         ) from None
+
+
+async def _check_alive(engine: Engine, replica: str, reason: str) -> None:
+    """Raises Unavailable if the engine is dead, with which no application would succeed: the run would wait each time
+    for a member that does not come, and its own pushes with it. One that does not answer may be busy still."""
+    try:
+        await engine.check_health()
+    except TimeoutError:
+        pass
+    except Exception as error:
+        raise Unavailable(f"{replica} cannot join, as its engine is dead ({error}): {reason}") from None
 
 
 async def _claim(member: WeightMember, answer: Answer) -> common_pb2.Lease:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,12 @@ from protos import common_pb2, rollout_pb2
 from quartet.ranks.group import RanksLost
 from quartet.weight_transfer import registry
 from quartet.weight_transfer.place import Place
-from quartet.weight_transfer.registry import NAMESPACE, Answer, Applicant, Registry
+from quartet.weight_transfer.registry import NAMESPACE, Answer, Applicant, Registry, Ticket
 from quartet.wire.errors import Internal, LeaseLost, Unavailable, leaves
+from services.rollout.member import WeightMember
 from services.rollout.newcomer import catch_up
 from tests.newcomers import adding_newcomers, once
+from tests.unit.member_phases import FakeEngine, prepare, transfer
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
@@ -371,6 +373,58 @@ async def test_a_newcomer_asks_again_while_ray_names_no_registry(fake_ray: FakeR
         fake_ray.lost = True
         asyncio.get_running_loop().call_later(5, setattr, fake_ray, "lost", False)
         await joined()
+
+
+class TicketPusher(FakePusher):
+    """One that has pushed, and sends the weights to each applicant."""
+
+    tickets = 0
+
+    async def add_newcomers(self, applicants: Any, deliver: Any, first_death: Any) -> None:
+        self.tickets += 1
+        phases = prepare(self.tickets, new=1) | transfer(self.tickets)
+        phases["commit"] = rollout_pb2.Commit(membership=self.tickets, policy_version=7)
+        packed = {name: phase.SerializeToString() for name, phase in phases.items()}
+        await deliver(dict.fromkeys(applicants, Ticket(**packed, checksum="new", timeout_s=5)))
+
+
+class IllEngine(FakeEngine):
+    """One that fails to join once, or always if it is ill."""
+
+    def __init__(self, illness: Exception | None) -> None:
+        super().__init__()
+        self.illness = illness
+
+    async def join(self, init_info: dict[str, Any]) -> None:
+        await super().join(init_info)
+        if self.illness or len(self.calls) == 1:
+            raise Unavailable("the group did not form")
+
+    async def check_health(self) -> None:
+        if self.illness:
+            raise self.illness
+
+
+@pytest.mark.parametrize(
+    ("illness", "outcome", "tickets"),
+    [
+        (None, "joined", 2),
+        (Unavailable("a worker has ended"), r"new cannot join, .*a worker has ended.*: prepare: .*did not form", 1),
+        (TimeoutError(), r"new got no weights from the run .* in 3 s: prepare: .*did not form", 6),
+    ],
+)
+@in_virtual_time
+async def test_a_newcomer_applies_again_unless_its_engine_is_dead(
+    fake_ray: FakeRay, illness: Exception | None, outcome: str, tickets: int
+) -> None:
+    """Serve replaces it then. Each application costs the run a wait for a member that does not come."""
+    engine, pusher = IllEngine(illness), TicketPusher()
+    member: Any = WeightMember(engine, "new")  # type: ignore[arg-type]
+    async with registered("rollout", once) as desk, adding_newcomers(pusher, desk, LEASE, 30):  # type: ignore[arg-type]
+        with nullcontext() if illness is None else pytest.raises(Unavailable, match=outcome):
+            await catch_up(member, engine, "new", "rollout", 3)  # type: ignore[arg-type]
+    assert pusher.tickets == tickets
+    assert engine.version == (7 if illness is None else 3)
 
 
 @in_virtual_time
