@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -14,6 +15,7 @@ import ray
 from orchestrator.clients import Services, agreed_backend, check_compatible, targets_of
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
 from orchestrator.commands.checks.agents import await_door, sessions_of
+from orchestrator.commands.checks.outdated import outdated
 from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
 from orchestrator.commands.checks.startable import decided_here
 from orchestrator.commands.halted import ending_halted
@@ -54,6 +56,7 @@ from orchestrator.tracing.spans import Spans
 from orchestrator.tracing.waits import Waits
 from quartet.config.base import ConfigError
 from quartet.ranks.group import RanksLost
+from quartet.threads import in_thread
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted
 from services.rollout.session_client import SessionClient
@@ -131,7 +134,10 @@ async def train(
         patience = patience_of(deployment, progress.note)
         async with ending_halted(), sessions_of(deployment) as sessions:
             with deployment.naming():
-                check_compatible(await described(services, deployment, patience), inputs.tokenizer, config)
+                infos = await described(services, deployment, patience)
+                check_compatible(infos, inputs.tokenizer, config)
+                for line in await in_thread(partial(outdated, deployment, infos.reward.identity), "services"):
+                    progress.note(deployment.worded(line))
                 await await_door(sessions)
                 with locked(run_dir, checkpoint_folder(config)), connected_ray():
                     run = Run(deployment, inputs, services, sessions, progress, run_dir, accept_changed_services)

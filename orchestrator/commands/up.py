@@ -10,7 +10,7 @@ from typing import NamedTuple
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from orchestrator.clients import Services
+from orchestrator.clients import Infos, Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment, ServicesFile, load_file
@@ -170,6 +170,7 @@ async def _ask_all(deployment: ServicesFile, say: Callable[[str], None], timeout
         Unavailable: services do not answer within `timeout_s`.
     """
     # Imported here because it loads torch, as above.
+    from orchestrator.commands.checks.outdated import behind_its_code
     from orchestrator.commands.patience import NOTE_EVERY_S, Patience
 
     patience = Patience(timeout_s, NOTE_EVERY_S, say, "--timeout-s")
@@ -180,17 +181,19 @@ async def _ask_all(deployment: ServicesFile, say: Callable[[str], None], timeout
     config = deployment.orchestrator
     services = Services.connect(config)
 
-    async def ask(seconds: float) -> None:
+    async def ask(seconds: float) -> Infos:
         try:
-            await services.infos(seconds)
+            return await services.infos(seconds)
         except ExceptionGroup:
             await services.check_tls(config)
             raise
 
     try:
-        await patience(ask)
+        infos = await patience(ask)
     finally:
         await services.close()
+    for line in behind_its_code(deployment, infos.reward.identity):
+        say(line)
 
 
 async def _healthy(deployment: ServicesFile, channel: grpc.aio.Channel, timeout_s: float) -> None:

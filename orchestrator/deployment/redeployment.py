@@ -68,6 +68,20 @@ def changes(running: Mapping[str, Any], wanted: Sequence[Application]) -> list[C
     return found
 
 
+def differing(running: Mapping[str, Any], wanted: Sequence[Application]) -> dict[str, list[str]]:
+    """Name of each application that runs otherwise than its section says -> the keys for which Serve would replace
+    its replicas. Arguments as of `changes`."""
+    # Imported here because it loads Ray Serve, which takes seconds.
+    from quartet.config.restarts import restarting
+
+    found = {}
+    for section in wanted:
+        name = str(section.get("name"))
+        if deployed := running.get(name, {}).get("deployed_app_config"):
+            found[name] = restarting(deployed, scalable(section))
+    return {name: keys for name, keys in found.items() if keys}
+
+
 def kept(running: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
     """Options of Serve's ports that the file changes though Serve keeps the old ones while it runs, a line each.
 

@@ -3,6 +3,7 @@
 Each kind is a class here and a module of its name there, whose `make` gets the fields of the class.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -179,8 +180,14 @@ class FunctionScorerConfig(WorkerScorerConfig):
     def check(self, where: str) -> None:
         """Checks the machine and imports the function."""
         super().check(where)
-        field = f"{where}.function"
-        source_of(load_function(self.function, field, asynchronous=True), self.function, field)
+        self.code_hash(where)
+
+    def code_hash(self, where: str) -> str:
+        """The hash by which the function is identified, of its code on this machine as it is now. ConfigError, at
+        `where`, if it cannot be imported."""
+        field = f"{where}.{self.FIELD}"
+        code = source_of(load_function(self.function, field, asynchronous=True), self.function, field)
+        return hashlib.sha256((self.source + code).encode()).hexdigest()
 
 
 class _Kind(WorkerScorerConfig):

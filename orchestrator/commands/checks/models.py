@@ -184,7 +184,7 @@ def missing_functions(deployment: ServicesFile) -> Iterator[str]:
     for application in deployment.raw.get("applications") or []:
         name = str(application.get("name"))
         section = deployment.services.get(name)
-        if not isinstance(section, RewardConfig) or _brings_code(application.get("runtime_env")):
+        if not isinstance(section, RewardConfig) or brings_code(application.get("runtime_env")):
             continue
         for field, scorer in scorers(section.hosted, f"applications.{name}.args"):
             if not isinstance(scorer, ModelScorerConfig):
@@ -194,7 +194,7 @@ def missing_functions(deployment: ServicesFile) -> Iterator[str]:
                     yield str(error)
 
 
-def _brings_code(runtime_env: Any) -> bool:
+def brings_code(runtime_env: Any) -> bool:
     """True if the runtime environment may hold modules that do not exist here."""
     if not isinstance(runtime_env, Mapping):
         return runtime_env is not None

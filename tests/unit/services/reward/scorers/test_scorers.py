@@ -27,6 +27,7 @@ from quartet.wire.identity import model_hash
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig, ScorerConfig
+from services.reward.kinds import FunctionScorerConfig
 from services.reward.replica import Reward
 from services.reward.scorers.make import SeveralScorers, make_scorer
 from services.reward.scorers.scorer import EncodedPair, InParts, Result, Scorer
@@ -172,6 +173,7 @@ def test_a_function_sees_texts_and_labels() -> None:
     assert single(make(**function("matches")), [hit]).tolist() == [1]
     name = "function:tests.scorers:count"
     assert scorer.identity == pb.ScorerIdentity(name=name, model_hash=SOURCE)
+    assert FunctionScorerConfig(**function("count")).code_hash("scorer") == SOURCE  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
