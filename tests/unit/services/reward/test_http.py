@@ -18,6 +18,7 @@ from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from services.reward import http_fields
 from tests import plain
+from tests.configuration import REPO
 from tests.http_requests import Answer, ask
 from tests.models import BOS, EOS, MAX_LENGTH, PAD
 from tests.unit import reward_door
@@ -53,6 +54,23 @@ def scorers(folders: tuple[str, str]) -> Scorers:
 async def port(scorers: Scorers) -> AsyncIterator[int]:
     async with reward_door.reward_door(scorers) as number:
         yield number
+
+
+async def test_the_pages_programs_in_python_score_and_raise_where_there_is_no_score(
+    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPO / "docs/reward-http.md").read_text()
+    programs = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / ".quartet/access").mkdir(parents=True)
+    (tmp_path / ".quartet/access/token").write_text("any, as the port is open")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    async with reward_door.reward_door(replicas({"": LENGTH}, folders[1])) as number:
+        await asyncio.to_thread(exec, programs.replace(":18000/", f":{number}/"), names)
+        assert capsys.readouterr().out == "wonderful {'score': 9.0}\ndull {'score': 4.0}\n"
+        assert await asyncio.to_thread(names["compute_score"], "gsm8k", "w5 w6", 7) == 5.0
+        with pytest.raises(RuntimeError, match=r"^failed: "):
+            await asyncio.to_thread(names["compute_score"], "gsm8k", "w14", 7)
 
 
 async def asked(port: int, path: str, body: Any = None, *headers: tuple[str, str]) -> Answer:
