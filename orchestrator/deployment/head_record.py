@@ -12,10 +12,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from quartet.config.base import LAST_PORT, Config, ConfigError
+from quartet.config.base import Config, ConfigError, PortNumber
 from quartet.folders import write_private
-
-_Port = Annotated[int, Field(ge=1, le=LAST_PORT)]
 
 
 class HeadRecord(Config):
@@ -25,9 +23,9 @@ class HeadRecord(Config):
     """Process of the head; while it is being started, the one that starts it."""
     created: float
     """Seconds from the machine's start to that of the process, to tell it from a later process with the same pid."""
-    gcs: _Port
+    gcs: PortNumber
     """Port of the GCS on 127.0.0.1."""
-    dashboard: _Port
+    dashboard: PortNumber
     """Port of the dashboard on 127.0.0.1."""
     name: Annotated[str, Field(pattern=r"^quartet-[a-z0-9_]{8}$")]
     """Name of the folder that its processes write to, directly in RAY_TMPDIR or /tmp."""

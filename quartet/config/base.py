@@ -202,6 +202,7 @@ ModelPath = Annotated[str, AfterValidator(_model_folder)]
 
 LAST_PORT = 65535
 """The largest TCP port."""
+PortNumber = Annotated[int, Field(ge=1, le=LAST_PORT)]
 
 
 def matching(pattern: str, form: str) -> AfterValidator:

@@ -1,7 +1,7 @@
 """The facts of a run: what a person decides, each once. Everything else is derived from them (derive.py)."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat
 
@@ -9,11 +9,9 @@ from orchestrator.config.data import PromptsConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.environments.config import AgentConfig, EnvironmentConfig
-from quartet.config.base import LAST_PORT, Config, ConfigError, Count, Dtype, Seed
+from quartet.config.base import Config, ConfigError, Count, Dtype, PortNumber, Seed
 from quartet.config.explain import shown, unknown, unknown_keys
 from quartet.config.learner import LoraConfig
-
-Port = Annotated[int, Field(ge=1, le=LAST_PORT)]
 
 DEPLOYMENT_KEYS = frozenset(
     {
@@ -143,9 +141,9 @@ class Facts(Config):
     """Most tokens in one pass of each model but the engine's. Null: what the memory of the machine allows."""
     machine: MachineFacts = MachineFacts()
     """The machine."""
-    port: Port = 19000
+    port: PortNumber = 19000
     """The gRPC port, through which all services are called."""
-    http_port: Port = 18000
+    http_port: PortNumber = 18000
     """Serve's HTTP port, on which nothing answers unless `security.http` is true (docs/openai.md,
     docs/reward-http.md)."""
     security: dict[str, Any] | None = None

@@ -18,8 +18,8 @@ from orchestrator.deployment.facts.derive import (
     shares,
     whole,
 )
-from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS, Port
-from quartet.config.base import Config, Count, Dtype
+from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS
+from quartet.config.base import Config, Count, Dtype, PortNumber
 from services.reward.config import INGRESS, ScorerName
 
 TELLING = "scorers"
@@ -50,9 +50,9 @@ class ScorersFacts(Config):
     """GPUs of all machines together, which the scorers that are models share. 0: everything on the CPU."""
     threads: Count | None = None
     """Threads of each process on the CPU. Null: 1 without GPUs, else as many as Ray gives it cores."""
-    port: Port = 19000
+    port: PortNumber = 19000
     """The gRPC port."""
-    http_port: Port = 18000
+    http_port: PortNumber = 18000
     """Serve's HTTP port, on which nothing answers unless `security.http` is true."""
     security: dict[str, Any] | None = None
     """The gRPC port's address and policy (quartet/security/port.py). Null: only this user, on this machine."""
