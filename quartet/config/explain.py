@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -10,29 +10,29 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 _Path = tuple[int | str, ...]
-_WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "int_type": lambda _: "should be a whole number",
-    "float_type": lambda _: "should be a number",
-    "finite_number": lambda _: "should be a finite number",
-    "bool_type": lambda _: "should be true or false",
-    "string_type": lambda _: "should be text",
-    "list_type": lambda _: "should be a list",
-    "tuple_type": lambda _: "should be a list",
-    "dict_type": lambda _: "should be a mapping",
-    "model_type": lambda _: "should be a mapping of fields to values",
-    "model_attributes_type": lambda _: "should be a mapping of fields to values",
-    "greater_than": lambda limits: f"should be more than {limits['gt']:.12g}",
-    "greater_than_equal": lambda limits: f"should be {limits['ge']:.12g} or more",
-    "less_than": lambda limits: f"should be less than {limits['lt']:.12g}",
-    "less_than_equal": lambda limits: f"should be {limits['le']:.12g} or less",
-    "too_short": lambda limits: f"should have {limits['min_length']} or more items",
-    "too_long": lambda limits: f"should have {limits['max_length']} or fewer items",
-    "literal_error": lambda choice: f"should be {choice['expected']}",
-    "enum": lambda choice: f"should be {choice['expected']}",
-    "string_pattern_mismatch": lambda form: f"should have the form {form['pattern']}",
-    "timezone_aware": lambda _: "should be a time with its zone, such as 2031-05-01T12:00:00Z",
+_WORDS = {
+    "int_type": "should be a whole number",
+    "float_type": "should be a number",
+    "finite_number": "should be a finite number",
+    "bool_type": "should be true or false",
+    "string_type": "should be text",
+    "list_type": "should be a list",
+    "tuple_type": "should be a list",
+    "dict_type": "should be a mapping",
+    "model_type": "should be a mapping of fields to values",
+    "model_attributes_type": "should be a mapping of fields to values",
+    "greater_than": "should be more than {gt:.12g}",
+    "greater_than_equal": "should be {ge:.12g} or more",
+    "less_than": "should be less than {lt:.12g}",
+    "less_than_equal": "should be {le:.12g} or less",
+    "too_short": "should have {min_length} or more items",
+    "too_long": "should have {max_length} or fewer items",
+    "literal_error": "should be {expected}",
+    "enum": "should be {expected}",
+    "string_pattern_mismatch": "should have the form {pattern}",
+    "timezone_aware": "should be a time with its zone, such as 2031-05-01T12:00:00Z",
 }
-"""Pydantic's name of an error -> the message, made from the error's context."""
+"""Pydantic's name of an error -> the message, with places for what is in the error's context."""
 # The lax and the strict parser name the same mistake differently.
 _WORDS |= {"int_parsing": _WORDS["int_type"], "int_from_float": _WORDS["int_type"]}
 _WORDS |= dict.fromkeys(("datetime_parsing", "datetime_type", "datetime_from_date_parsing"), _WORDS["timezone_aware"])
@@ -106,9 +106,9 @@ def _line(found: Sequence[ErrorDetails], model: type[BaseModel], *, lists: bool)
         return f".{_unquoted(context['discriminator'])}: should be one of {context['expected_tags']}, " + (
             f"got {context['tag']!r}"
         )
-    words = _WORDS[kind](context) if kind in _WORDS else finding["msg"].removeprefix("Value error, ")
+    words = _WORDS[kind].format(**context) if kind in _WORDS else finding["msg"].removeprefix("Value error, ")
     if kind == "literal_error":
-        others = [_WORDS[each["type"]](each.get("ctx", {})) for each in found[1:] if each["type"] in _WORDS]
+        others = [_WORDS[each["type"]].format(**each.get("ctx", {})) for each in found[1:] if each["type"] in _WORDS]
         words = ", or ".join([words, *(each.removeprefix("should be ") for each in others)])
     # An error about a whole section, or a list of sections, does not repeat the section.
     whole = finding["input"][0] if isinstance(finding["input"], list) and finding["input"] else finding["input"]
