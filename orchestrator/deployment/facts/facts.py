@@ -203,17 +203,18 @@ def _given(section: Any, path: list[str]) -> bool:
 
 
 def _unknown_overrides(services: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    problems = [
-        f"services.{name}: {unknown(name, set(SERVICES), 'service')}" for name in services if name not in SERVICES
-    ]
-    for name in services.keys() & SERVICES.keys():
+    problems = []
+    for name, given in services.items():
+        if name not in SERVICES:
+            problems.append(f"services.{name}: {unknown(name, set(SERVICES), 'service')}")
+            continue
         config = SERVICES[name].config
         known = set(config.model_fields) | DEPLOYMENT_KEYS | APPLICATION_KEYS
-        problems += [f"services.{name}.{key}: {unknown(key, known)}" for key in services[name] if key not in known]
-        args = {key: value for key, value in services[name].items() if key in config.model_fields}
+        problems += [f"services.{name}.{key}: {unknown(key, known)}" for key in given if key not in known]
+        args = {key: value for key, value in given.items() if key in config.model_fields}
         problems += unknown_keys(config, args, f"services.{name}")
-        replicas = services[name].get("num_replicas", 1)
-        if "autoscaling_config" in services[name] and "num_replicas" in services[name]:
+        replicas = given.get("num_replicas", 1)
+        if "autoscaling_config" in given and "num_replicas" in given:
             problems.append(f"services.{name}.num_replicas: autoscaling_config says how many; give one of them")
         elif isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             problems.append(f"services.{name}.num_replicas: should be 1 or more, got {shown(replicas)}")

@@ -71,6 +71,13 @@ def complaints(facts: dict[str, Any], folder: Path) -> list[str]:
     return str(caught.value).splitlines()
 
 
+def test_errors_of_services_are_in_the_order_of_the_file(facts: dict[str, Any]) -> None:
+    names = ["critic", "rollouts", "reward", "rollout", "reference"]
+    with pytest.raises(ConfigError) as caught:
+        Facts.of(facts | {"services": {name: {"kv": 1} for name in names}})
+    assert [line.split(":")[0].split(".")[1] for line in str(caught.value).splitlines()] == names
+
+
 def test_what_is_required_is_enough(facts: dict[str, Any], tmp_path: Path) -> None:
     deployment = loaded(facts, tmp_path)
     inputs = preflight(deployment)
