@@ -122,7 +122,7 @@ def _service(
     frozen = frozen_models(section)
     if not gpu:
         context = CONTEXT * len(frozen)
-        return own | {COMPUTING: service_bytes(section, 0, shape_at) - context}, own
+        return own | {COMPUTING: service_bytes(section, shape_at) - context}, own
     logits = isinstance(section, ReferenceConfig)
     whole = [shape_at(model.model) if logits else shape_at(model.model).body for model in frozen]
     sizes = [(shape, BYTES[model.dtype]) for shape, model in zip(whole, frozen, strict=True)]

@@ -121,25 +121,32 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
         section, share = placed.section, placed.gpus
         if not share or isinstance(section, CriticConfig):
             continue
-        # A frozen model with several GPUs has its layers divided among them.
-        whole = isinstance(section, RolloutConfig)
-        workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
-        size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), arriving, longest)
-        if isinstance(section, RolloutConfig) and weights.stage == "gpu":
-            # Of weights received and not committed, of which several workers have a part each.
-            size += copy_bytes(shape_at(section.model), section.dtype, section.adapters) // workers
-        one = Footprint(placed.name, share / workers, size, *released(section, shape_at))
-        parts += [one] * workers * replicas(placed.entry)
+        freed = 0
+        if isinstance(section, RolloutConfig):
+            workers = section.tensor_parallel_size
+            size = engine_bytes(section, shape_at(section.model), gpu, arriving)
+            if weights.stage == "gpu":
+                # Of weights received and not committed, of which several workers have a part each.
+                size += copy_bytes(shape_at(section.model), section.dtype, section.adapters) // workers
+            if section.colocate:
+                freed = (section.kv_cache_mib or 0) << 20
+        else:
+            # A frozen model with several GPUs has its layers divided among them.
+            workers = max(1, int(share))
+            size = service_bytes(section, _divided(shape_at, workers), longest)
+        parts += [Footprint(placed.name, share / workers, size, freed, TRAINING)] * workers * replicas(placed.entry)
     for name, given in deployment.learners().items():
         if given.num_gpus:
-            policy = name == POLICY
+            policy, shape = name == POLICY, shape_at(given.model)
+            own = bucket if policy else 0
             # A sequence is never divided: a pass holds one at least.
             config = given.model_copy(update={"micro_batch_tokens": max(given.micro_batch_tokens, longest)})
-            size = rank_bytes(config, shape_at(config.model), logits=policy, bucket=bucket if policy else 0)
+            size = rank_bytes(config, shape, logits=policy, bucket=own)
+            freed = size - resting_bytes(config, shape, logits=policy, bucket=own) if config.colocate else 0
             if policy and (weights.backend == "cuda-ipc" or weights.stage == "gpu"):
                 # Of the weights that are sent.
-                size += copy_bytes(shape_at(config.model), config.dtype, run.pushed_adapters) // weights.senders
-            parts += [Footprint(name, config.num_gpus, size, *released(config, shape_at, bucket))] * config.ranks
+                size += copy_bytes(shape, config.dtype, run.pushed_adapters) // weights.senders
+            parts += [Footprint(name, config.num_gpus, size, freed, SAMPLING)] * config.ranks
     return parts
 
 
@@ -179,24 +186,8 @@ def arriving_bytes(shape: ModelSize, config: OrchestratorConfig) -> int:
     return largest + others * own + (largest - own if others and shape.head else 0)
 
 
-def released(section: Config, shape_at: Callable[[str], ModelSize], bucket: int = 0) -> tuple[int, str]:
-    """The memory that a process with `colocate` gives to others, and in which phase; without it none."""
-    if isinstance(section, RolloutConfig) and section.colocate:
-        return (section.kv_cache_mib or 0) << 20, TRAINING
-    if isinstance(section, LearnerConfig) and section.colocate:
-        shape, policy = shape_at(section.model), not isinstance(section, CriticConfig)
-        bucket = bucket if policy else 0
-        most = rank_bytes(section, shape, logits=policy, bucket=bucket)
-        return most - resting_bytes(section, shape, logits=policy, bucket=bucket), SAMPLING
-    return 0, ""
-
-
-def service_bytes(
-    section: Config, gpu: int, shape_at: Callable[[str], ModelSize], bucket: int = 0, longest: int = 0
-) -> int:
-    """Memory of one process of a service that trains no model, with sequences of `longest` tokens."""
-    if isinstance(section, RolloutConfig):
-        return engine_bytes(section, shape_at(section.model), gpu, bucket)
+def service_bytes(section: Config, shape_at: Callable[[str], ModelSize], longest: int = 0) -> int:
+    """Memory of one process of a service whose models are never trained, with sequences of `longest` tokens."""
     logits = isinstance(section, ReferenceConfig)
     models = frozen_models(section)
     return sum(frozen_bytes(shape_at(each.model), each, logits=logits, longest=longest) for each in models)
