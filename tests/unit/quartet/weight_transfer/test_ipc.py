@@ -189,13 +189,14 @@ def test_bytes_that_a_push_copies_between_host_and_device(backend: str, down: in
     assert device.copied == {key: size for key, size in expected.items() if size}
 
 
-def test_without_a_gpu_it_is_refused() -> None:
+def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for make in (
         lambda: make_receiver("cuda-ipc", CPU),
         lambda: make_sender("cuda-ipc", MANIFEST, host="127.0.0.1", stall_s=1),
     ):
         with pytest.raises(ValueError, match=r"^weights.backend: cuda-ipc, but this process has no GPU$"):
             make()
+    monkeypatch.setattr(torch.version, "cuda", None)  # as in a torch for CPUs alone
     with pytest.raises(RuntimeError, match=r"^CUDA's runtime is missing: libcudart"):
         cuda_runtime()
 

@@ -72,7 +72,8 @@ def test_where_memory_may_not_be_pinned_it_is_used_as_it_is(logged: list[str], t
     assert gpu.last_error == 0  # else torch's next kernel would raise it
 
 
-def test_without_cudas_runtime_nothing_is_pinned(logged: list[str]) -> None:
+def test_without_cudas_runtime_nothing_is_pinned(logged: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)  # as in a torch for CPUs alone
     owner = Buckets(Manifest.of({}, 1))
     assert not pin(torch.zeros(8, dtype=torch.uint8), owner)
     [line] = logged
