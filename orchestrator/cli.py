@@ -75,7 +75,9 @@ def start(
     """Start a local Ray head unless one runs, deploy the services and wait until every model answers."""
     from orchestrator.commands.up import up
 
-    goes_on = f"what was started goes on: `quartet up {config}` waits for it, `quartet down` stops it"
+    goes_on = (
+        f"what was started goes on: `quartet up {shlex.quote(str(config))}` waits for it, `quartet down` stops it"
+    )
     with _interruptible(lambda: f"interrupted; {goes_on}"):
         up(config, timeout_s, _say)
 
@@ -225,7 +227,7 @@ def _training(name: str) -> Callable[..., None]:
 
         check_beginning(overwrite=overwrite, resume=resume)
         file = TrainingFile.load(name, config)
-        continues = f"`quartet {name} {config} --resume` continues from the last checkpoint"
+        continues = f"`quartet {name} {shlex.quote(str(config))} --resume` continues from the last checkpoint"
         with _interruptible(lambda: f"interrupted; {continues}"):
             folder = asyncio.run(fit(file, make_progress(sys.stderr), overwrite=overwrite, resume=resume))
         _say(f"metrics are in runs/{file.training.name}, the trained model is in {folder}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -163,6 +164,7 @@ def targets_of(config: OrchestratorConfig) -> dict[str, str]:
 def advice(file: Path | str) -> str:
     """The commands that start the services of a file, or show their state: those of Serve on a cluster of the user's
     own, and those of Quartet where `quartet up` was used."""
+    file = shlex.quote(str(file))
     here = f"`quartet up {file}` starts them"
     own = (
         f"`serve status` shows them, `serve deploy {file}` starts them "

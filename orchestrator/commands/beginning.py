@@ -1,6 +1,7 @@
 """The checkpoint that a run resumes from, and the state that it starts with."""
 
 import asyncio
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
 
 def how_to_resume(deployment: Deployment) -> str:
     """A line for a user who has interrupted a run: where it stands, and the command that continues it."""
-    config, path = deployment.orchestrator, deployment.path
+    config, path = deployment.orchestrator, shlex.quote(str(deployment.path))
     try:
         checkpoint = latest(checkpoint_folder(config))
     except ConfigError:

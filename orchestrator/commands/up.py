@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,8 +140,9 @@ def _check_place(deployment: ServicesFile) -> None:
     """Raises ConfigError if a head may not be started here."""
     if os.environ.get("RAY_ADDRESS"):
         # Serve knows whole files alone.
-        rendered = f"quartet render {deployment.path} > serve.yaml && serve deploy serve.yaml"
-        command = rendered if deployment.facts else f"serve deploy {deployment.path}"
+        path = shlex.quote(str(deployment.path))
+        rendered = f"quartet render {path} > serve.yaml && serve deploy serve.yaml"
+        command = rendered if deployment.facts else f"serve deploy {path}"
         raise ConfigError(
             f"RAY_ADDRESS is set: deploy to that cluster with `{command}`, or unset it to start a local Ray head"
         )

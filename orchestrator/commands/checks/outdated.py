@@ -2,6 +2,7 @@
 services were deployed."""
 
 import os
+import shlex
 from collections.abc import Iterator
 
 from orchestrator.commands.checks.models import brings_code, scorers_asked
@@ -30,11 +31,11 @@ def _behind_the_file(deployment: Deployment) -> Iterator[str]:
         found = differing(cluster.serve(head)["applications"], wanted)
     except (OSError, ValueError):  # or a section that Serve would refuse, which is not for this to say
         return
+    path = shlex.quote(str(deployment.path))
     for name, keys in found.items():
         fields = ", ".join(f"applications.{name}.{key}" for key in keys)
         yield (
-            f"{fields}: {name} runs with what was deployed before; `quartet up {deployment.path}` deploys what the "
-            "file says now"
+            f"{fields}: {name} runs with what was deployed before; `quartet up {path}` deploys what the file says now"
         )
 
 

@@ -29,7 +29,8 @@ class ModelOnDisk:
         """The model in `folder`. ConfigError, which names the `field` or flag, if the folder holds no model."""
         if not Path(folder).is_dir():
             or_else = or_of_hub(folder) + (OTHER_REWARDS if field in ("reward", "--reward") else "")
-            raise ConfigError(f"{field}: should be a model's folder, but {folder} does not exist{or_else}")
+            why = "is a file" if Path(folder).exists() else "does not exist"
+            raise ConfigError(f"{field}: should be a model's folder, but {folder} {why}{or_else}")
         try:
             return cls(folder, shape_of_causal(folder, "float32"))
         except ConfigError as error:

@@ -1,6 +1,7 @@
 """`quartet render`: the whole file that a file of facts stands for, as text that a person reads."""
 
 import itertools
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
@@ -57,7 +58,7 @@ def render(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     own = "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment)
-    head = f"Rendered by `quartet render {path}`. Change the facts there and render them again."
+    head = f"Rendered by `quartet render {shlex.quote(str(path))}`. Change the facts there and render them again."
     return _rendered(whole, f"{own}\n\n{head}{_KEYS}" if own else f"{head}{_KEYS}")
 
 

@@ -1,5 +1,6 @@
 """Checks of a configuration against the run that it resumes, and the way back to an interrupted one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,18 @@ def test_a_prompt_keeps_its_number_of_samples(before: dict[str, dict[str, int]])
         check_groups({"orchestrator": before}, 2)
 
 
-def test_who_interrupts_a_run_hears_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment = load(Path(__file__).parents[4] / "deploy/ppo.yaml", tmp_path)
+@pytest.mark.parametrize(("name", "written"), [("mine.yaml", "mine.yaml"), ("my run.yaml", "'my run.yaml'")])
+def test_who_interrupts_a_run_hears_where_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, written: str
+) -> None:
+    shipped = load(Path(__file__).parents[4] / "deploy/ppo.yaml", tmp_path)
+    deployment = replace(shipped, path=Path(name))
     monkeypatch.chdir(tmp_path)
-    again = f"`quartet train {deployment.path} --overwrite` begins again"
+    again = f"`quartet train {written} --overwrite` begins again"
     assert how_to_resume(deployment) == f"interrupted before the first checkpoint; {again}"
     folder = tmp_path / "runs/demo/checkpoints/step-20"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(state(20).model_dump_json())
     assert how_to_resume(deployment) == (
-        f"interrupted; the last checkpoint is of step 20 of 40: `quartet train {deployment.path} --resume` continues "
-        "there"
+        f"interrupted; the last checkpoint is of step 20 of 40: `quartet train {written} --resume` continues there"
     )

@@ -395,6 +395,7 @@ def test_options_of_serve_are_those_of_its_schema() -> None:
         ),
         ({"orchestrator": {"policy": {"dtype": "float32"}}}, "orchestrator.policy.dtype: is stated by dtype; "),
         ({"model": "no/such"}, "model: should be a model's folder, but no/such does not exist"),
+        ({"model": __file__}, f"model: should be a model's folder, but {__file__} is a file"),
         ({"model": "../../x@main"}, "model: should be a folder or ORG/NAME@REVISION, got '../../x@main'"),
         ({"port": 0}, "port: should be 1 or more, got 0"),
         ({"port": 18000}, "http_port and port: should differ, got 18000, 18000"),
