@@ -270,7 +270,7 @@ class CriticModel:
             layout = Layout.read(folder / LAYOUT)
             layout.check(Layout.of(self._config, layout.parameters, layout.step))
             # Continues when the caller goes away, so that the critic is never half restored.
-            await asyncio.shield(asyncio.ensure_future(self._restore(lease, folder, layout.step)))
+            await asyncio.shield(self._restore(lease, folder, layout.step))
         return layout.step
 
     async def _restore(self, lease: common_pb2.Lease, folder: Path, step: int) -> None:
