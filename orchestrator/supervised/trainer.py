@@ -30,7 +30,7 @@ class SupervisedTrainer:
         return self._trainer.train(batch, self._objective, Schedule(1, len(batch), seed))
 
     def outputs(self, examples: Columns) -> Floats:
-        """Numbers for sampled tokens of the model that `save` writes, see Supervised.outputs; [M]."""
+        """Numbers for sampled tokens of the model as it would be saved, see Supervised.outputs; [M]."""
         with self.learner.averaged():
             outputs: Floats = self._trainer.evaluate(examples, self._training.outputs, last=self._objective.last)
         return outputs
