@@ -84,10 +84,11 @@ class FakeRay:
 
     def __init__(self) -> None:
         self.actor: FakeActor | Exception | None = None
-        self.answers = threading.Event()
+        self.asked, self.answers = threading.Event(), threading.Event()
         self.killed: list[FakeActor] = []
 
     def remote(self, *_: Any) -> Any:
+        self.asked.set()
         assert self.answers.wait(30)
         actor, self.actor = self.actor, None
         if isinstance(actor, Exception):
@@ -133,7 +134,7 @@ async def test_an_actor_that_ray_makes_too_late_has_no_handle_and_so_ends(fake_r
     made = weakref.ref(fake_ray.actor)
     group = ray_ranks("policy", CONFIG, {})
     starting = asyncio.ensure_future(group.start(started, timeout_s=30))
-    await asyncio.sleep(0.01)
+    await until(fake_ray.asked.is_set)
     group.stop()
     with pytest.raises(RanksLost, match="rank 0 of 1 died: it was ended before Ray had made it"):
         await starting
