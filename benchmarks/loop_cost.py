@@ -21,6 +21,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, cast
@@ -36,7 +37,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptStream
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.journal import ExperienceJournal
-from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from orchestrator.learners import CriticLearner, Update
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
@@ -135,7 +136,7 @@ async def trained(port: int, folder: Path, responses: int, tokens: int, steps: i
         journal = ExperienceJournal(folder / "journal", config, idle.note)
         trainer = Trainer(
             config,
-            ExperienceSource(config, PromptStream(prompts, config.seed), Collector(services, config), journal),
+            partial(Stream, config, PromptStream(prompts, config.seed), Collector(services, config), journal),
             cast(Any, idle),
             [cast(Any, idle), CriticLearner(services.critic, config, 0)],
             cast(Any, idle),

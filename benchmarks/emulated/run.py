@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from orchestrator.config.loop import LoopConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptStream
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from orchestrator.learners import CriticLearner, Update
 from orchestrator.loop.identities import identities
 from orchestrator.loop.trainer import Trainer
@@ -152,7 +153,7 @@ class Run:
         policy, lines = cast(Any, SleepingPolicy(pace)), Lines()
         trainer = Trainer(
             config,
-            ExperienceSource(config, PromptStream(PROMPTS, config.seed), self.collector, None),
+            partial(Stream, config, PromptStream(PROMPTS, config.seed), self.collector, None),
             policy,
             [policy, CriticLearner(services.critic, config, state.first_critic_step)],
             WeightPusher(services.rollout, SleepingSource(pace), "gloo", config.weights),

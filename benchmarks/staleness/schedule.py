@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from orchestrator.data.prompts import Prompt, PromptStream
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Collected
 from orchestrator.experience.requests import training_requests
-from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from orchestrator.learners import Update
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
@@ -199,7 +200,7 @@ class Schedule:
         collector = Collector(Services(cast(Any, self._replicas), judges, judges, judges), config)
         return Trainer(
             config,
-            ExperienceSource(config, self._prompts, collector, disk),
+            partial(Stream, config, self._prompts, collector, disk),
             learners[0],
             learners,
             Pusher(self._replicas),

@@ -33,7 +33,7 @@ from orchestrator.experience.answers import Answers
 from orchestrator.experience.collector import Collector, OldLogprobs
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import evaluation_requests
-from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from orchestrator.learners import CriticLearner, Learner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
@@ -248,11 +248,11 @@ class Run:
                 prompts = PromptStream(self.inputs.train.prompts, config.seed, config.algorithm.samples_per_prompt)
                 early = early_logprobs(policy.logprobs) if config.early_logprobs else None
                 collector = self._collector(services, Purpose.TRAINING, SampleStages(spans), early)
-                source = ExperienceSource(config, prompts, collector, journal)
+                opened = partial(Stream, config, prompts, collector, journal)
                 record = Record(log, self.progress, config.steps)
                 waits = Waits(spans, parts_with([each.name for each in learners]))
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
-                trainer = Trainer(config, source, policy, learners, pusher, checkpoints, evaluator, record, waits)
+                trainer = Trainer(config, opened, policy, learners, pusher, checkpoints, evaluator, record, waits)
                 brought = newcomers.brought_by(pusher)
                 async with pusher, brought, watching_services(services, services_now), checkpoints:
                     save_to = policy_folder(config).resolve()

@@ -56,27 +56,49 @@ class Stream:
         collector: Collector,
         journal: ExperienceJournal | None,
         beside: Beside,
-        slots: Slots,
-        used: Used,
-        kept: Mapping[int, Collected],
         *,
         step: int,
+        version: int,
+        used: Used,
     ) -> None:
-        """`kept` holds batches of the steps after `step`; other arguments as of ExperienceSource."""
+        """Opens the stream of the steps after `step`: at a run's start, or at a checkpoint.
+
+        The steps that follow and are in the journal come from there: nothing of them is sampled again, and they are
+        trained on by the versions that they were taken for, so that their samples are as old as they were. The
+        stream holds them in memory until then.
+
+        Args:
+            config: size of batches, how much is sampled ahead, and number of steps.
+            prompts: the stream of prompts.
+            collector: samples and scores.
+            journal: keeps the batches that were taken; None for no journal.
+            beside: runs the sampling. A failure of a service ends its block at once.
+            step: steps done.
+            version: version that the replicas serve, and that trains on the next batch.
+            used: samples trained on or discarded.
+        """
         self._config = config
         self._prompts = prompts
         self._collector = collector
         self._journal = journal
         self._beside = beside
-        self._slots = slots
-        self._kept = dict(kept)
         self._each = config.algorithm.samples_per_prompt
-        reserved = {number for batch in kept.values() for number in batch.numbers}
+        self._kept = self._in_journal(step, used)
+        """Step -> its batch, of those that come from the journal."""
+        reserved = {number for batch in self._kept.values() for number in batch.numbers}
         self._numbers = used.others(reserved)
+        self._slots = Slots(
+            config.batch_size // self._each,
+            staleness=config.loop.max_staleness,
+            depth=config.loop.ahead,
+            version=version,
+            last=version + config.steps - step - 1,
+            kept=len(self._kept),
+        )
         self._finished: dict[int, list[Row]] = {}
         self._repeated = 0
         self._critic_step: int | None = None
-        self._next_step = step + len(kept) + 1
+        self._next_step = step + len(self._kept) + 1
         """The step of the next batch that is not kept."""
         self._discarded: list[Scored] = []
         """The samples that were discarded since the last batch was taken."""
@@ -85,6 +107,17 @@ class Stream:
         self._changed = asyncio.Event()
         self._waited_s = 0.0
         """Duration of the last wait for a batch."""
+
+    def _in_journal(self, step: int, used: Used) -> dict[int, Collected]:
+        """The batches of the steps after `step` up to the first that the journal does not hold."""
+        kept: dict[int, Collected] = {}
+        while self._journal and (batch := self._journal.read(step + 1, self._prompts.dealt)):
+            numbers = batch.numbers
+            if any(number in used for number in numbers):
+                break  # of an abandoned timeline
+            step, used = step + 1, used.plus(numbers)
+            kept[step] = batch
+        return kept
 
     async def take(self, step: int, *, critic_step: int | None) -> Collected:
         """The experience of PPO step `step`, the one after that of the last call; with values at lock-step only.

@@ -1,7 +1,7 @@
 """The PPO loop."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +11,6 @@ from orchestrator.evaluation.evaluator import Evaluator
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.checks import check_ages, check_own_logprobs
 from orchestrator.experience.experience import Collected
-from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import Stream
 from orchestrator.learners import Learner, Update
 from orchestrator.loop.batch import Batch
@@ -56,7 +55,7 @@ class Trainer:
     def __init__(
         self,
         config: OrchestratorConfig,
-        source: ExperienceSource,
+        opened: Callable[..., Stream],
         policy: TrainedPolicy,
         learners: Sequence[Learner],
         pusher: Pusher,
@@ -65,8 +64,9 @@ class Trainer:
         record: Record,
         waits: Waits,
     ) -> None:
+        """`opened` is a Stream with all arguments but those that say where the run is."""
         self._config = config
-        self._source = source
+        self._opened = opened
         self._policy = policy
         self._learners = learners
         self._pusher = pusher
@@ -99,7 +99,7 @@ class Trainer:
                 with self._waits("checkpoint"):
                     await self._checkpoints.first(state)
             async with Beside() as beside:
-                stream = self._source.open(beside, step=state.step, version=state.policy_version, used=state.used)
+                stream = self._opened(beside, step=state.step, version=state.policy_version, used=state.used)
                 publishing = Publishing(self._pusher, beside, stream.served, self._config)
                 while state.step < self._config.steps:
                     state = await self._step(state, stream, publishing)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Collected
-from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from orchestrator.learners import CriticLearner, Update
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
@@ -206,7 +207,8 @@ class Stage:
             learners.append(CriticLearner(services.critic, config, first_critic_step))
         return Trainer(
             config,
-            ExperienceSource(
+            partial(
+                Stream,
                 config,
                 PromptStream(make_prompts(self.prompts), config.seed, config.algorithm.samples_per_prompt),
                 Collector(

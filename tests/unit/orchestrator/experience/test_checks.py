@@ -1,6 +1,8 @@
 """Answers that are not numbers, or too many of them: named, before anything is trained on or kept."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Collected
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used
-from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from protos import critic_pb2
 from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
 from quartet.wire.codec import pack_metrics
@@ -48,10 +50,10 @@ ANSWERS = {
 }
 
 
-async def first_batch(source: ExperienceSource) -> Collected:
+async def first_batch(opened: Callable[..., Stream]) -> Collected:
     """The experience that a run with a fresh critic trains on first."""
     async with Beside() as beside:
-        stream = source.open(beside, step=0, version=1, used=Used())
+        stream = opened(beside, step=0, version=1, used=Used())
         collected = await stream.take(1, critic_step=0)
         return await stream.complete(1, collected, critic_step=0)
 
@@ -66,9 +68,9 @@ async def test_an_answer_that_cannot_be_is_named_and_not_kept(
     config = make_config(policy_folder, batch_size=3)
     journal = ExperienceJournal(tmp_path, config)
     prompts = PromptStream(make_prompts(3), 0)
-    source = ExperienceSource(config, prompts, Collector(fakes.services, config), journal)
+    opened = partial(Stream, config, prompts, Collector(fakes.services, config), journal)
     with pytest.raises(ExceptionGroup) as caught:
-        await first_batch(source)
+        await first_batch(opened)
     wrong = [leaf for leaf in leaves(caught.value) if isinstance(leaf, InvalidReply)]
     with pytest.raises(InvalidReply, match=said):
         raise wrong[0]
@@ -77,7 +79,7 @@ async def test_an_answer_that_cannot_be_is_named_and_not_kept(
     assert journal.read(1, prompts.dealt) is None
     # Once the service is well again, the run goes on from there.
     getattr(fakes, service).answer = good
-    assert len(await first_batch(source)) == 3
+    assert len(await first_batch(opened)) == 3
 
 
 NOTHING = {"response_ids": np.empty(0, np.int32), "logprobs": np.empty(0, np.float32), "spans": ()}

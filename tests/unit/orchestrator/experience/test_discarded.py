@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Collected, Scored
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used
-from orchestrator.experience.source import ExperienceSource
-from orchestrator.experience.stream import DiscardedError
+from orchestrator.experience.stream import DiscardedError, Stream
 from orchestrator.loop.state import TrainState
 from quartet.wire.codec import Floats
 from tests.unit.fake_run import FakeExperienceJournal, Stage
@@ -64,7 +64,7 @@ def dropped(batch: Collected) -> list[int]:
 
 
 class Bench:
-    """A source over fakes, of which the prompts with these numbers, in the order in which they are dealt, are
+    """A stream over fakes, of which the prompts with these numbers, in the order in which they are dealt, are
     refused."""
 
     def __init__(self, folder: Path, staleness: int, *refused: int, most: int = 3, **section: Any) -> None:
@@ -76,13 +76,13 @@ class Bench:
         rows = [prompts.dealt(number * each).row for number in refused]
         self.config = choosy(config, *rows, most=most, slope=0.5)
         collector = Collector(self.fakes.services, self.config)
-        self.source = ExperienceSource(self.config, prompts, collector, self.journal)  # type: ignore[arg-type]
+        self.opened = partial(Stream, self.config, prompts, collector, self.journal)  # type: ignore[arg-type]
         self.state = TrainState(step=0, first_version=0, first_critic_step=0)
 
     async def steps(self, beside: Beside, count: int) -> list[list[int]]:
         """Takes and uses so many batches from where the state is; their numbers."""
         state, taken = self.state, []
-        stream = self.source.open(beside, step=state.step, version=state.policy_version, used=state.used)
+        stream = self.opened(beside, step=state.step, version=state.policy_version, used=state.used)
         for _ in range(count):
             step = self.state.step + 1
             batch = await stream.take(step, critic_step=step - 1)

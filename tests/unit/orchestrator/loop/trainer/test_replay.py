@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import training_requests
-from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from orchestrator.learners import CriticLearner, Update
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages, measure_distance
@@ -131,7 +132,8 @@ class Run:
     async def finish(self) -> "Run":
         critic, config = LocalCritic(self.policy_folder), self.config
         services = Services(self.rollout, self.fakes.reward, self.fakes.reference, critic)  # type: ignore[arg-type]
-        source = ExperienceSource(
+        opened = partial(
+            Stream,
             config,
             PromptStream(make_prompts(5), config.seed),
             Collector(services, config),
@@ -141,7 +143,7 @@ class Run:
             pusher = WatchedPusher(self.fakes.journal, learner)
             trainer = Trainer(
                 config,
-                source,
+                opened,
                 policy,
                 [policy, CriticLearner(critic, config, first_step=0)],  # type: ignore[arg-type]
                 pusher,

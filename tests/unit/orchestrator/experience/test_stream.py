@@ -3,6 +3,7 @@ finds."""
 
 import asyncio
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Collected
 from orchestrator.experience.requests import Used
-from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import Stream
 from quartet.config.base import ConfigError
 from quartet.wire.errors import DeadlineExceeded, Unavailable
@@ -28,7 +28,7 @@ STEPS = 5
 
 
 class Bench:
-    """A source over fakes: two prompts a step, and a clock that no test waits for."""
+    """A stream over fakes: two prompts a step, and a clock that no test waits for."""
 
     def __init__(self, folder: Path, staleness: int, **section: Any) -> None:
         self.fakes, self.journal, self.used = Fakes(), FakeExperienceJournal(), Used()
@@ -37,13 +37,13 @@ class Bench:
         prompts = PromptStream(make_prompts(20), 0, config.algorithm.samples_per_prompt)
         self.notes: list[str] = []
         collector = Collector(self.fakes.services, config, note=self.notes.append)
-        self.source = ExperienceSource(config, prompts, collector, self.journal)  # type: ignore[arg-type]
+        self.opened = partial(Stream, config, prompts, collector, self.journal)  # type: ignore[arg-type]
         self.row_of = {int(prompts.dealt(number).prompt_ids[0]): number for number in range(20)}
         """Number of the first sample of the prompt with this token."""
 
     def open(self, beside: Beside, done: int = 0) -> Stream:
         """Opens the stream from step `done` on; policy version and critic step are the steps done."""
-        return self.source.open(beside, step=done, version=done, used=self.used)
+        return self.opened(beside, step=done, version=done, used=self.used)
 
     async def step(self, stream: Stream, step: int) -> list[int]:
         """Takes and uses the samples of a step, as the loop does; their numbers."""
