@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from orchestrator.evaluation.hub import Hub, Verdict
+from orchestrator.evaluation.hub import Hub
 from orchestrator.evaluation.journal import Answer, Journal, Key
 from orchestrator.evaluation.rows import Row, RowFile
 from quartet.wire.errors import Unavailable
@@ -26,11 +26,6 @@ class Source(Protocol):
 
     async def respond(self, index: int, row: Row, sample: int) -> Answer:
         """A response to the row with this number. ServiceError where asking for another one is of no use."""
-
-
-def is_final(verdict: Verdict | None) -> bool:
-    """True if there is a verdict, and no score is missing in it for a reason that may pass."""
-    return verdict is not None and _MAY_PASS.isdisjoint(verdict.outcomes.values())
 
 
 async def ask(
@@ -107,7 +102,8 @@ async def ask(
 
 
 def is_done(journal: Journal, key: Key) -> bool:
-    """True if the journal has a verdict that stands, or an answer that can never have one."""
-    answer = journal.answer(key)
+    """True if the journal has a verdict that lacks no score for a reason that may pass, or an answer that can never
+    have one."""
+    answer, verdict = journal.answer(key), journal.verdict(key)
     refused = answer is not None and answer.response is None and not answer.may_pass
-    return refused or is_final(journal.verdict(key))
+    return refused or (verdict is not None and _MAY_PASS.isdisjoint(verdict.outcomes.values()))

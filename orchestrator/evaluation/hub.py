@@ -226,15 +226,11 @@ class Hub:
             raise InvalidReply(f"scorer {name}: gave {numbers} for {', '.join(scorer.measures)}")
         return dict(zip(scorer.measures, numbers, strict=True))
 
-    async def close(self) -> None:
-        """Closes the connection."""
-        await self._client.close()
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        await self._client.close()
 
 
 def _word(outcome: Outcome) -> str:
