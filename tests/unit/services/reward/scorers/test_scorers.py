@@ -115,6 +115,8 @@ def test_a_prompt_is_computed_once_for_its_responses(reward_folder: Path) -> Non
     actual = single(scorer, [EncodedPair(*pair, Pair("", "")) for pair in zip(prompts, responses, strict=True)])
     assert computed == [2 * 30 + sum(map(len, responses))]
     assert plain.furthest(actual, plain.scores(reward_folder, prompts, responses)) < 1e-5
+    scorer.check()  # by a pass over one pair
+    assert computed[1:] == [2]
 
 
 def test_packing_is_refused_where_attention_has_a_window(reward_folder: Path, tmp_path: Path) -> None:
@@ -374,6 +376,7 @@ class Gated:
     def __init__(self) -> None:
         self.gate = threading.Semaphore(0)
         self.begun = 0
+        self.broken = False
 
     def score(self, pairs: Sequence[EncodedPair]) -> Sequence[Result]:
         """Ones."""
@@ -382,7 +385,26 @@ class Gated:
         return [np.ones(1, np.float32)] * len(pairs)
 
     def check(self) -> None:
-        """Finds nothing wrong."""
+        """Raises if it is broken."""
+        if self.broken:
+            raise RuntimeError("it is broken")
+
+
+def test_several_scorers_take_and_check_what_each_of_them_does() -> None:
+    section = {"kind": "several", "scorers": {"taste": function("count"), "rules": function("count")}}
+    config: Any = TypeAdapter[Any](ScorerConfig).validate_python(section)
+    taste, rules = Gated(), Gated()
+    taste.vocab_size, taste.max_length, taste.batch_tokens, taste.passes = 30, 50, 200, 1
+    rules.vocab_size, rules.max_length, rules.batch_tokens, rules.passes = 20, 80, 100, 3
+    rules.patience_s, rules.texts = 40.0, True
+    several = SeveralScorers(config, {"taste": taste, "rules": rules}, 10.0)
+    assert (several.vocab_size, several.max_length, several.batch_tokens) == (20, 50, 100)
+    assert (several.passes, several.patience_s, several.texts) == (3, 40.0, True)
+    assert SeveralScorers(config, {"taste": taste}, 10.0).patience_s == 10.0
+    several.check()
+    rules.broken = True
+    with pytest.raises(RuntimeError, match="it is broken"):
+        several.check()
 
 
 def test_a_model_among_several_has_its_deadline_for_what_it_computes_and_not_for_its_turn() -> None:
