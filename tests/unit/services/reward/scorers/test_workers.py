@@ -211,8 +211,10 @@ async def test_nothing_is_left_of_a_scorer_that_is_gone() -> None:
     before = {each.pid for each in processes()}
     made = scorer("process")
     await asyncio.gather(*(made.score([row(Pair("", ""))]) for _ in range(2)))
+    await made._workers.call([Pair("", "")], [60.0], fresh=True)  # by one in the place of another
+    assert len(made._workers._resting) == 2
+    await until(lambda: len({each.pid for each in processes()} - before) == 3)
     own = [each for each in processes() if each.pid not in before]
-    assert len(own) == 3
     del made
     gc.collect()
     _, alive = psutil.wait_procs(own, timeout=10)
