@@ -66,7 +66,8 @@ def test_samples_round_trip_and_know_their_weights() -> None:
     )
     message = sample.to_wire()
     assert sample.policy_version == 6
-    assert sample.segment.versions.tolist() == [5, 6]
+    segment = sample.segment
+    assert (segment.ids.tolist(), segment.versions.tolist()) == ([7, 2], [5, 6])
     assert message.finish_reason == pb.FINISH_REASON_STOP
     back = from_wire(message, 4)
     assert isinstance(back, Sample)
