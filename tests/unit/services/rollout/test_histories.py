@@ -52,6 +52,7 @@ def test_what_a_client_may_write_otherwise_does_not_count(same: dict[str, Any]) 
 def test_what_the_template_would_write_otherwise_counts(other: dict[str, Any]) -> None:
     assert of(USER, ANSWER | other)[1] != of(USER, ANSWER)[1]
     assert of(USER, tools=[1]) != of(USER) != of(USER, chat_template_kwargs={"a": 1})
+    assert of(USER, tools=[{"a": 1, "b": 2}]) == of(USER, tools=[{"b": 2, "a": 1}])
 
 
 def test_arguments_with_many_or_deep_parts_are_taken_as_they_are_written() -> None:
@@ -86,6 +87,7 @@ def test_a_stream_adds_up_to_the_message() -> None:
         {"tool_calls": [{"index": 0, "id": "call-1", "function": {"name": "look"}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": 1,'}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": ' "b": 2}'}}]},
+        {"tool_calls": [{"index": 0, "function": None}]},
         {},
     ):
         told.add(delta)

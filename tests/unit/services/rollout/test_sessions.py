@@ -86,6 +86,16 @@ def test_messages_find_the_tokens_that_they_stand_for(sessions: Sessions) -> Non
         assert (begun.ids.tolist(), begun.messages) == (tokens, messages)
 
 
+def test_a_request_without_a_response_leaves_its_number_to_the_next(sessions: Sessions) -> None:
+    assert [sessions.begun(ME, S, [], "t").turn for _ in range(3)] == [0, 1, 2]
+    sessions.leave(ME, S, 1, full=False)
+    assert [sessions.begun(ME, S, [], "t").turn for _ in range(2)] == [1, 3]
+    assert not told_of(sessions)["full"]
+    for turn, full in ((0, True), (1, False)):
+        sessions.leave(ME, S, turn, full)
+    assert told_of(sessions)["full"]
+
+
 def test_a_session_is_a_trajectory_of_the_contract(sessions: Sessions) -> None:
     record(sessions, ids(5, 6), sampled(10, 11))
     record(sessions, ids(5, 6, 10, 11, 7), sampled(12, version=8))
