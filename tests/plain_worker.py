@@ -1,6 +1,8 @@
 """A worker of vLLM's CPU build that computes with plain weights, as on a GPU: nothing is packed here, so that weights
 can be copied straight into place."""
 
+from pathlib import Path
+
 from vllm.model_executor.layers import utils
 
 from quartet.weight_transfer.pieces import StagedPieces
@@ -18,3 +20,8 @@ class PlainWorker(WorkerExtension):
         """Bytes that this worker keeps of the last push, if it keeps its own pieces alone; 0 if not."""
         staged = self.weight_transfer_engine._receiver._staged
         return sum(part.nbytes for part in staged._parts) if isinstance(staged, StagedPieces) else 0
+
+    def shared_memory(self) -> list[str]:
+        """Names of the memory of the workers that this one has open."""
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return [line.partition("/dev/shm/")[2] for line in lines if "cpushm" in line]

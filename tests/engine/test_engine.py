@@ -135,6 +135,14 @@ async def test_each_worker_keeps_its_part_of_a_push_once_the_first_has_shown_it(
 
 
 @of_kinds("plain, two workers")
+async def test_the_workers_memory_goes_away_with_them(loaded: Loaded) -> None:
+    """However they end: it has no name that would keep it."""
+    opened = await loaded.engine.in_workers("shared_memory")
+    assert [len(set(names)) for names in opened] == [2, 2]
+    assert all(name.endswith(" (deleted)") for names in opened for name in names)
+
+
+@of_kinds("plain, two workers")
 async def test_another_learner_may_send_other_buckets_or_another_order(loaded: Loaded) -> None:
     """Workers know their parts in other buckets already, and learn them again of weights in another order."""
     weights, engine = dict(loaded.model.named_parameters()), loaded.engine
