@@ -102,11 +102,11 @@ def packed_attention(
 
 
 def _seen(length: int, reach: int, device: torch.device) -> torch.Tensor | None:
-    """[length, reach] bool, True where a token of a piece attends to one that it reaches; None for a sequence from
-    its first token on, for which the fused kernel needs no mask."""
+    """[1, 1, length, reach] bool, True where a token of a piece attends to one that it reaches; None for a sequence
+    from its first token on, for which the fused kernel needs no mask."""
     if length == reach:
         return None
-    return torch.ones(length, reach, dtype=torch.bool, device=device).tril(reach - length)
+    return torch.ones(1, 1, length, reach, dtype=torch.bool, device=device).tril(reach - length)
 
 
 def _by_length(state: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
