@@ -49,8 +49,27 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
             "compile_layers: needs a C compiler, such as gcc, on this machine; install one, or set it to false"
         )
     AttentionInterface.register(packed.NAME, torch.compiler.disable(packed.packed_attention))
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
-        layer.compile(backend=backend, dynamic=True)
+        kind = type(layer)
+        if kind not in kinds:
+            kinds[kind] = _compiled(kind, backend)
+        layer.__class__ = kinds[kind]
     for module in model.modules():
         if isinstance(module, LogprobHead):
             module.kernels = Kernels.compiled(backend)
+
+
+def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
+    """A class of layers with a compiled forward pass.
+
+    Not `layer.compile`: from 5.23 on transformers recomputes activations around the forward of a layer's class and
+    not around its call, and torch compiles nothing of a recomputation that has a plain call, as of attention, in it.
+    """
+    compiled = torch.compile(kind.forward, backend=backend, dynamic=True)
+
+    # Transformers copies the attributes of what is a class's forward, and torch would take the copy for the compiled.
+    def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        return compiled(self, *arguments, **options)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
