@@ -33,6 +33,7 @@ from orchestrator.algorithms.loss import bound, importance_weights, policy_loss
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.learner.recomputed import recompute_activations
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.models.numerics import masked_sum
@@ -105,7 +106,7 @@ class Plain:
         self._model: Any = load_causal(folder, "bfloat16", packing=True).to(where)
         self._model.train()
         if checkpointing:
-            self._model.gradient_checkpointing_enable()
+            recompute_activations(self._model)
         self._masters = [parameter.detach().float() for parameter in self._model.parameters()]
         self._optimizer = torch.optim.AdamW(self._masters, lr=OPTIMIZER.learning_rate, fused=True)
         self._batch, self._where = batch, where

@@ -17,6 +17,7 @@ from quartet.learner.finite import agreed, check_weights
 from quartet.learner.frozen import freeze_attention
 from quartet.learner.lora import Weight, adapters_of, separable, weights_of
 from quartet.learner.optimizer import OptimizerState, rate_factor
+from quartet.learner.recomputed import recompute_activations
 from quartet.learner.shards import Pass, shards
 from quartet.learner.tensor_parallel import (
     check_divided,
@@ -63,7 +64,7 @@ class TrainedModule:
         if config.freeze_attention:
             freeze_attention(module)
         if config.recomputes:
-            module.gradient_checkpointing_enable()  # type: ignore[operator]
+            recompute_activations(module)
         if config.compile_layers:
             compile_layers(module)
         size = config.tensor_parallel.size

@@ -42,10 +42,6 @@ class ScalarModel(nn.Module):
         hidden = self.body(**pairs.inputs, use_cache=False).last_hidden_state
         return widen(self.head(hidden).squeeze(-1))
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Turns on gradient checkpointing in the body."""
-        self.body.gradient_checkpointing_enable()  # type: ignore[operator]
-
 
 def outputs_of(model: Any, pairs: PairTensors) -> torch.Tensor:
     """[R, C]: in each column a ScalarModel's output at that response token, which `pairs` have to hold to the last;

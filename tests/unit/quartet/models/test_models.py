@@ -20,6 +20,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from quartet.config.base import ConfigError
+from quartet.learner.recomputed import recompute_activations
 from quartet.models.attention.packed import packed_attention
 from quartet.models.attention.padded import NAME as PADDED
 from quartet.models.loading import load_causal, load_tokenizer, max_length
@@ -171,11 +172,11 @@ def test_gradient_checkpointing_changes_no_gradient(reward_folder: Path) -> None
     for checkpointing in (False, True):
         model = load_scalar(str(reward_folder), "float32").train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            recompute_activations(model)
         scores_of(model, pad_pairs(arrays(PROMPTS), arrays(RESPONSES))).sum().backward()
         gradients.append(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
-    assert model.body.is_gradient_checkpointing
+    assert all(layer.gradient_checkpointing for layer in model.body.layers)
 
 
 def test_what_a_model_and_a_tokenizer_are(policy_folder: Path) -> None:
