@@ -372,8 +372,7 @@ def of_sequences(*trajectories: list[list[int]]) -> Columns:
     begins = [np.arange(len(part)) == (0 if not first else -1) for part, first in zip(parts, firsts, strict=True)]
     ids, lengths = np.concatenate(parts), [sum(map(len, each)) for each in trajectories]
     columns = Columns.of(ids, np.asarray(lengths, np.int32), ids >= 100, np.concatenate(begins))
-    drawn = {"row": np.arange(len(lengths)), "sampled": ids[ids >= 100]}
-    return columns.with_rows(number=drawn["row"]).with_sampled(versions=drawn["sampled"])
+    return columns.with_rows(number=np.arange(len(lengths))).with_sampled(versions=ids[ids >= 100])
 
 
 TWO = [[1, 2, 100, 3, 101], [4, 102, 103]]
