@@ -94,11 +94,7 @@ class _Derivation:
         self._gpus = facts.machine.gpus
         self._layout = Layout.of(self._gpus)
         self._algorithm = {"kind": facts.algorithm.kind} | facts.algorithm.settings
-        checked = parse(self._algorithm)
-        self._compares_alone = checked.compares and not checked.penalises_rewards
-        self._has_critic = checked.needs_critic
-        self._critic_keys = checked.critic_keys
-        self._has_reference = checked.needs_reference or "reference" in facts.services
+        self._parsed = parse(self._algorithm)
 
     def file(self) -> dict[str, Any]:
         """All sections."""
@@ -111,8 +107,8 @@ class _Derivation:
     def _names(self) -> list[str]:
         left_out = {
             "reward": self._target is not None,
-            "reference": not self._has_reference,
-            "critic": not self._has_critic,
+            "reference": not (self._parsed.needs_reference or "reference" in self._facts.services),
+            "critic": not self._parsed.needs_critic,
         }
         if unused := [name for name in self._facts.services if left_out.get(name)]:
             why = "reward: is a service that runs elsewhere" if unused[0] == "reward" else "the algorithm needs none"
@@ -160,7 +156,7 @@ class _Derivation:
     def _longest(self) -> int:
         """Longest sequence that all models take."""
         folders = {self._facts.model: "model"} | ({self._reward_model: "reward"} if self._reward_model else {})
-        folders |= {self._critic_model: "critic"} if self._has_critic and self._facts.critic else {}
+        folders |= {self._critic_model: "critic"} if self._parsed.needs_critic and self._facts.critic else {}
         return min(self._model_at(folder, field).longest for folder, field in folders.items())
 
     @cached_property
@@ -287,7 +283,7 @@ class _Derivation:
         args = self._learner(self._critic_model, "critic" if facts.critic else "reward", given)
         args["optimizer"] = {"learning_rate": rate}
         if not (facts.lora or own.get("lora") or own.get("tensor_parallel")):  # which leave no choice of weights
-            args |= self._critic_keys
+            args |= self._parsed.critic_keys
         if given != 1:
             args |= shares(self._layout.cpus, self._layout.critic)
             args |= {"env_vars": self._environment} if self._environment else {}
@@ -338,10 +334,11 @@ class _Derivation:
 
     def _usual(self) -> dict[str, Any]:
         """The algorithm's settings that other facts suggest."""
+        compares_alone = self._parsed.compares and not self._parsed.penalises_rewards
         return {
             # A reward model may do it with its own mean and deviation; and a group's scores are compared with each
             # other alone.
-            "normalise_scores": False if self._compares_alone else self._is_not_normalised,
+            "normalise_scores": False if compares_alone else self._is_not_normalised,
             "old_logprobs": "rollout" if self._engine_is_exact else "learner",
             "minibatch_size": max(1, self._facts.batch_size // 4),
         }
