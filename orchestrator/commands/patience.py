@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from orchestrator.clients import Infos, Services
-from orchestrator.commands.restarts import RECOVERABLE, reasons
+from orchestrator.commands.restarts import RECOVERABLE
 from orchestrator.deployment.cluster import Cluster, applications, running
 from orchestrator.deployment.file import Deployment
 from quartet.wire.backoff import Backoff, Deadline
-from quartet.wire.errors import LeaseLost, Unavailable, leaves
+from quartet.wire.errors import LeaseLost, Unavailable, leaves, reasons
 
 Answer = TypeVar("Answer")
 

@@ -8,7 +8,7 @@ from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.learners import LOSSES
 from orchestrator.loop.checkpoint_folder import Checkpoint
 from orchestrator.push.pusher import PushFailed
-from quartet.wire.errors import DeadlineExceeded, LeaseLost, OffTimeline, Unavailable, leaves
+from quartet.wire.errors import DeadlineExceeded, LeaseLost, OffTimeline, Unavailable, leaves, reasons
 
 Kept = TypeVar("Kept", bound=Checkpoint[Any])
 
@@ -23,11 +23,6 @@ def is_loss(error: BaseException) -> bool:
     if any(isinstance(leaf, LeaseLost) for leaf in errors):
         return False
     return any(isinstance(leaf, RECOVERABLE) for leaf in errors)
-
-
-def reasons(error: BaseException) -> str:
-    """The messages of all failures, each once."""
-    return "; ".join(dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in leaves(error)))
 
 
 async def restarting(

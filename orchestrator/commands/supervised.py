@@ -23,6 +23,7 @@ from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
 from orchestrator.monitoring.metrics import CHECKPOINTS, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
+from orchestrator.monitoring.run_log import RunLog
 from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.ranks import SupervisedModel, ranks_of
 from orchestrator.supervised.registry import TRAININGS
@@ -194,11 +195,12 @@ async def fit(
     order = Order(len(inputs.train), training.epochs, training.batch_size, seed)
     if training.gradient_checkpointing == "auto":
         training = training.model_copy(update={"gradient_checkpointing": default_device().type == "cuda"})
-    run = Run(training.for_steps(order.steps), file.record, inputs, order, progress, run_dir, start)
-    if problem := unreplaceable(run.save_to, training.owner):
-        raise ConfigError(f"save: {problem}")
-    with locked(run_dir, run.checkpoints), connect(training):
-        await run.finish(overwrite=overwrite, resume=resume)
+    with RunLog.of(progress) as log:
+        run = Run(training.for_steps(order.steps), file.record, inputs, order, log, run_dir, start)
+        if problem := unreplaceable(run.save_to, training.owner):
+            raise ConfigError(f"save: {problem}")
+        with locked(run_dir, run.checkpoints), connect(training):
+            await run.finish(overwrite=overwrite, resume=resume)
     return run.save_to
 
 
@@ -210,7 +212,7 @@ class Run:
     record: Mapping[str, Any]
     inputs: Inputs
     order: Order
-    progress: Progress
+    progress: RunLog
     run_dir: Path
     start: Callable[[Supervised], RankGroup]
 
@@ -304,6 +306,7 @@ class Run:
         training, after = self.training, checkpoint.state.step if checkpoint else -1 if resume else None
         log = MetricsLog.open(self.run_dir, training.log, self.record, overwrite=overwrite, resume_after=after)
         with log, contextlib.closing(model):
+            self.progress.keep_in(self.run_dir)
             await model.start()
             if checkpoint:
                 await model.restore(checkpoint.folder)

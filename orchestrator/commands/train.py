@@ -44,6 +44,7 @@ from orchestrator.loop.watch import watching_certificates, watching_services
 from orchestrator.monitoring.metrics import EVALUATIONS, JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
+from orchestrator.monitoring.run_log import RunLog
 from orchestrator.policy.early import early_logprobs
 from orchestrator.policy.ranks import Policy
 from orchestrator.push.newcomers import Newcomers, registered, taking_newcomers
@@ -131,16 +132,16 @@ async def train(
     services = Services.connect(config)
     run_dir = RUNS / config.name
     try:
-        patience = patience_of(deployment, progress.note)
-        async with ending_halted(), sessions_of(deployment) as sessions:
-            with deployment.naming():
+        with RunLog.of(progress) as log, deployment.naming():
+            patience = patience_of(deployment, log.note)
+            async with ending_halted(), sessions_of(deployment) as sessions:
                 infos = await described(services, deployment, patience)
                 check_compatible(infos, inputs.tokenizer, config)
                 for line in await in_thread(partial(outdated, deployment, infos.reward.identity), "services"):
-                    progress.note(deployment.worded(line))
+                    log.note(deployment.worded(line))
                 await await_door(sessions)
                 with locked(run_dir, checkpoint_folder(config)), connected_ray():
-                    run = Run(deployment, inputs, services, sessions, progress, run_dir, accept_changed_services)
+                    run = Run(deployment, inputs, services, sessions, log, run_dir, accept_changed_services)
                     await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
     finally:
         await services.close()
@@ -156,7 +157,7 @@ class Run:
     services: Services
     sessions: SessionClient | None
     """Sessions of the run's agent; None if it has none."""
-    progress: Progress
+    progress: RunLog
     run_dir: Path
     accept_changed_services: bool
 
@@ -230,6 +231,7 @@ class Run:
             TraceFile(run_dir / TRACE, note) as trace,
             Spans(trace.write) as spans,
         ):
+            self.progress.keep_in(run_dir)
             policy = await self._policy(attempt)
             try:
                 learners = self._learners(policy, state)

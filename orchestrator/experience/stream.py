@@ -1,6 +1,7 @@
 """The stream of experience: samples are made without a pause, and batches are formed of what is finished."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from orchestrator.experience.slots import Slots
 from quartet.threads import in_thread
 from quartet.wire.codec import Floats
 from quartet.wire.errors import DeadlineExceeded
+
+log = logging.getLogger("quartet")
 
 LATE_S, LATE = 30.0, 3
 """A wait for a batch is told to the user after so many seconds, or so many times the last wait if that is longer."""
@@ -139,6 +142,10 @@ class Stream:
             self._slots.take(groups)
             finished = [each for group in groups for each in self._finished.pop(group)]
             batch = Collected.of(finished, self._repeated, self._discarded).scored_by(self._config.algorithm, step)
+            if self._repeated:
+                log.info(
+                    "step %d: %d requests for samples were repeated, as a replica was lost", step, self._repeated
+                )
             self._next_step, self._repeated, self._discarded = step + 1, 0, []
             self._refused = self._dropped = 0
         self._critic_step = None

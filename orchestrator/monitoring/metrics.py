@@ -27,7 +27,8 @@ from quartet.folders import replace_file
 
 FILE = "metrics.jsonl"
 CHECKPOINTS, JOURNAL, TRACE, EVALUATIONS = "checkpoints", "journal", "trace.json", "evaluations"
-_RUN_OUTPUTS = (FILE, TRACE, "tensorboard", EVALUATIONS, "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
+RUN_LOG = "run.log"
+_RUN_OUTPUTS = (FILE, RUN_LOG, TRACE, "tensorboard", EVALUATIONS, "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
 _EVALUATION = re.compile(r"step-([0-9]+)\.jsonl")
 _YEAR_10000 = 253_402_300_800
 

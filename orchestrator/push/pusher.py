@@ -334,6 +334,7 @@ class WeightPusher:
                 await deliver(dict.fromkeys(joining, await self._ticket(prepare, self._pushed)))
                 await self._send_to_newcomers(prepare, first_death(joining))
                 self._joined |= dict.fromkeys(joining, self._pushed.policy_version)
+                log.info("%s: joined with version %d", ", ".join(joining), self._pushed.policy_version)
 
     async def _ticket(self, prepare: pb.Prepare, pushed: PushReport) -> Ticket:
         """The phases of the last push for the newcomers of `prepare`, and the log-probs that they should compute

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from orchestrator.evaluation.intervals import Interval
 from orchestrator.evaluation.results import EvaluatedSample
-from orchestrator.monitoring.metrics import FILE, TRACE, read_metrics
+from orchestrator.monitoring.metrics import FILE, RUN_LOG, TRACE, read_metrics
 from orchestrator.monitoring.progress import duration
 from orchestrator.report.charts import WAITING, sections
 from orchestrator.report.comparison import BeforeAfter, Comparison, Measure, measures_of_examples, read_comparison
@@ -34,8 +34,8 @@ _ABOUT_SAMPLES = "Taken at even distances from the held-out prompts, not picked.
 def write_report(run_dir: Path) -> Path:
     """Writes run_dir/report.html from the run's files, and returns its path.
 
-    Evaluations, config.yaml, trace.json and any single metric may be missing; their parts of the page are then left
-    out.
+    Evaluations, config.yaml, run.log, trace.json and any single metric may be missing; their parts of the page are
+    then left out.
 
     Raises:
         ConfigError: metrics.jsonl is missing, or a file is damaged.
@@ -48,8 +48,9 @@ def write_report(run_dir: Path) -> Path:
         _table(*_result(comparison, metrics), _ABOUT_RESULT if comparison else _ABOUT_EXAMPLES),
         _charts(metrics, draw_last_steps(run_dir / TRACE)),
         _samples(pairs) if pairs else "",
-        _configuration(run_dir / "config.yaml"),
-        "<footer>Written by Quartet from metrics.jsonl, trace.json and evaluations/ beside this page.</footer>",
+        _folded("What happened", run_dir / RUN_LOG),
+        _folded("Configuration", run_dir / "config.yaml"),
+        "<footer>Written by Quartet from metrics.jsonl, run.log, trace.json and evaluations/ beside it.</footer>",
     ]
     path = run_dir / "report.html"
     path.write_text(framed(run_dir.resolve().name, "\n".join(filter(None, parts))), encoding="utf-8")
@@ -159,11 +160,12 @@ def _response(heading: str, sample: EvaluatedSample) -> str:
     )
 
 
-def _configuration(path: Path) -> str:
+def _folded(heading: str, path: Path) -> str:
+    """A file's text, which a click opens; nothing without it."""
     if not path.is_file():
         return ""
     text = escape(path.read_text(encoding="utf-8", errors="replace"))
-    return f'<details class="card"><summary>Configuration</summary><pre>{text}</pre></details>'
+    return f'<details class="card"><summary>{heading}</summary><pre>{text}</pre></details>'
 
 
 def _headings(before: int, after: int | None = None) -> list[str]:

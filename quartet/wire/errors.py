@@ -124,6 +124,11 @@ def leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
+def reasons(error: BaseException) -> str:
+    """The messages of all failures, each once."""
+    return "; ".join(dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in leaves(error)))
+
+
 # If a replica dies during a call, Serve's proxy answers INTERNAL with the text of Ray's ActorDiedError or
 # ActorUnavailableError. For the caller this is a failure that a repetition at another replica mends.
 REPLICA_LOST = re.compile(r"The actor (died|[0-9a-f]+ is unavailable|is dead)|ActorDiedError|ActorUnavailableError")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from orchestrator.deployment import serving
 from orchestrator.deployment.redeployment import fixed
 from orchestrator.experience.experience import SCHEMA
-from orchestrator.monitoring.metrics import read_metrics
+from orchestrator.monitoring.metrics import RUN_LOG, read_metrics
 from quartet.columns import Columns
 from services.rollout.client import RolloutClient
 from tests.cluster import START_S, Quartet, eventually
@@ -61,6 +61,9 @@ async def test_replicas_compute_with_the_adapters_that_a_run_pushes(quartet: Qua
         run.finish("--resume")
         lines = read_metrics(run.folder / "metrics.jsonl")
         assert [line["step"] for line in lines] == [*range(1, own["steps"] + 1)]
+        happened = (run.folder / RUN_LOG).read_text()
+        assert ": joined with version " in happened.partition("  resuming ")[0]
+        assert happened.endswith("  finished\n")
         # Sampled by the weights that are trained, of both replicas, before the first push and after each.
         assert max(line["mismatch/max_abs"] for line in lines) < 1e-4
         found.clear()

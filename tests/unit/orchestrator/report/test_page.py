@@ -97,12 +97,13 @@ def test_text_written_by_a_model_stays_text(tmp_path: Path) -> None:
     evaluate(run, 0, [sample(0, **hostile), sample(1, **hostile)])
     evaluate(run, 1, [sample(0, **hostile), sample(1, **hostile)])
     (run / "config.yaml").write_text(HOSTILE)
+    (run / "run.log").write_text(HOSTILE)
     page = Page(write_report(run))
     assert page.tags["script"] == page.tags["img"] == page.tags["b"] == 0
     assert not any(name.startswith("on") for name, _ in page.attributes)
-    # Two samples with prompt and two responses each, a row of the table, the facts of four responses and the
+    # Two samples with prompt and two responses each, a row of the table, the facts of four responses, the log and the
     # configuration; and a legend, which has room for its ends.
-    assert page.text.count(HOSTILE) == 2 * 3 + 1 + 4 + 1
+    assert page.text.count(HOSTILE) == 2 * 3 + 1 + 4 + 2
     assert page.text.count(shortened(HOSTILE)) == 1
     assert "<b>run" in page.text
 
