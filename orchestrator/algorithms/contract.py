@@ -11,16 +11,15 @@ An algorithm is a class in a file beside this one and a row in `registry`. A pre
 
 An estimate that the settings do not have is a method:
 
-    class Ranked(Algorithm):
+    class Signs(Algorithm):
 
-        kind: Literal["ranked"] = "ranked"
+        kind: Literal["signs"] = "signs"
         baseline: Baseline = "group"
         samples_per_prompt: Count = 8
 
         def credit(self, responses: "Responses") -> Credit:
-            siblings = responses.groups[:, None] == responses.groups
-            won = (responses.totals[:, None] - responses.totals).sign() * siblings
-            return Credit(responses.at_all_tokens(won.sum(dim=1) / siblings.sum(dim=1)))
+            above = responses.compared(leave_one_out=False, divide=False)
+            return Credit(responses.at_all_tokens(above.sign()))
 
 Loop, configuration, checks and `quartet init` read everything else from it.
 """

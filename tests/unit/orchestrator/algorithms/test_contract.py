@@ -43,8 +43,7 @@ def test_the_docstrings_examples_compare_responses_by_the_numbers_of_their_group
     one = torch.ones(6, 1, dtype=torch.bool)
     batch = Responses(totals, one, one, None, groups)
     assert made["Centred"]().credit(batch).advantages.flatten().tolist() == [-2, 0, 2, 0, 0, 0]
-    ranked = made["Ranked"]().credit(batch).advantages.flatten()
-    torch.testing.assert_close(ranked, torch.tensor([-2 / 3, 0, 2 / 3, 0, 0, 0]))
+    assert made["Signs"]().credit(batch).advantages.flatten().tolist() == [-1, 0, 1, 0, 0, 0]
 
 
 def test_the_batch_as_the_baseline_is_the_mean_over_its_trained_tokens() -> None:
