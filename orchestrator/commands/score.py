@@ -82,14 +82,16 @@ async def score_file(
         ConfigError, ServiceError, ExceptionGroup: as `score` does.
     """
     name = str(file or "standard input")
-    if file is not None and not file.is_file():
+    if file is not None and (file.is_dir() or not file.exists()):
         raise ConfigError(f"{file}: no such file")
     if file is not None and output is not None and output.exists() and output.samefile(file):
         raise ConfigError(f"--output: {output} is the input; name another file")
     goes_on = output is not None and output.exists() and not overwrite
     async with await connect() as hub:
         with ExitStack() as stack:
-            source = _standard_input() if file is None else stack.enter_context(file.open("rb"))
+            source = await in_thread(lambda: _standard_input() if file is None else file.open("rb"), "rows")
+            if file is not None:
+                stack.enter_context(source)
             to: BinaryIO = sys.stdout.buffer
             if output is not None:
                 output.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,9 @@ async def score_file(
                 hold(to, output)
                 if not goes_on:
                     to.truncate(0)
-            total = None if file is None else await in_thread(lambda: _count_rows(file), "number of rows")
+            # A pipe, such as that of `<(zcat rows.jsonl.gz)`, can be read once.
+            counted = file if file is not None and file.is_file() else None
+            total = None if counted is None else await in_thread(lambda: _count_rows(counted), "number of rows")
             bar = stack.enter_context(Bar(sys.stderr, "scoring", total))
 
             def write(written: bytes) -> None:

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import io
 import json
+import os
 import re
 import tracemalloc
 from collections.abc import Sequence
@@ -49,6 +50,18 @@ async def test_rows_come_out_in_order_with_all_that_was_in_them(tmp_path: Path) 
         f"1501 rows are in {output}",
     ]
     assert service.closed
+
+
+async def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """Shells write `<(zcat rows.jsonl.gz)` as the name of a pipe."""
+    pipe, output = tmp_path / "pipe", tmp_path / "out.jsonl"
+    os.mkfifo(pipe)
+    text = "".join(json.dumps(row) + "\n" for row in rows(100))
+    writing = asyncio.create_task(asyncio.to_thread(pipe.write_text, text))
+    said = await run(pipe, output, Service({"length": length}))
+    await writing
+    assert said[-1] == f"100 rows are in {output}"
+    assert [row["source"] for row in read(output)] == [*range(100)]
 
 
 async def test_slow_batches_do_not_change_the_order() -> None:
