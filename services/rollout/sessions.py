@@ -401,7 +401,7 @@ class Sessions:
 
 
 def _begins(ids: Ints, with_ids: Ints) -> bool:
-    return len(with_ids) <= len(ids) and bool(np.array_equal(ids[: len(with_ids)], with_ids))
+    return bool(np.array_equal(ids[: len(with_ids)], with_ids))
 
 
 def _told(name: str, session: _Session) -> dict[str, Any]:
