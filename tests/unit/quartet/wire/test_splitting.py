@@ -392,18 +392,20 @@ async def test_parts_of_scores_keep_their_pairs_over_parts_of_a_call() -> None:
 
     def answer(request: Any) -> Any:
         texts = request.texts.responses
-        given = [(pair, int(text), float(text)) for pair, text in enumerate(texts) if text]
+        given = [(pair, place, place / 2) for pair, text in enumerate(texts) if text for place in (1, int(text))]
         scorer = {"process": gives and len(texts) != 77}
         return reward_pb2.ScoreResponse(scores=floats(*[1] * len(texts)), scorer=scorer, **in_places(*given))
 
     texts = [""] * 1100
     for place in (1, 511, 512, 1099):
-        texts[place] = str(place)
+        texts[place] = str(2 * place)
     async with scoring(answer) as channel:
         client = RewardClient(channel)
         found = (await client.score_texts(["a"] * 1100, texts, timeout_s=5)).parts
         assert isinstance(found, Parts)
-        assert found.pairs.tolist() == found.places.tolist() == found.rewards.tolist() == [1, 511, 512, 1099]
+        assert found.pairs.tolist() == [1, 1, 511, 511, 512, 512, 1099, 1099]
+        assert found.places.tolist() == [1, 2, 1, 1022, 1, 1024, 1, 2198]
+        assert found.rewards.tolist() == [0.5, 1, 0.5, 511, 0.5, 512, 0.5, 1099]
         nothing = (await client.score_texts(["a"] * 600, [""] * 600, timeout_s=5)).parts
         assert isinstance(nothing, Parts)  # of a scorer that could have given some
         assert not len(nothing.pairs)
