@@ -86,12 +86,14 @@ def test_a_stream_adds_up_to_the_message() -> None:
         {"content": "6"},
         {"tool_calls": [{"index": 0, "id": "call-1", "function": {"name": "look"}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": 1,'}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": ' "b": 2}'}}]},
+        {"tool_calls": [{"index": 1, "function": {"name": "find", "arguments": "{}"}}]},
+        {"tool_calls": [{"function": {"arguments": ' "b": 2}'}}]},
         {"tool_calls": [{"index": 0, "function": None}]},
         {},
     ):
         told.add(delta)
-    assert of(USER, told.message) == of(USER, ANSWER)
+    other = {"function": {"name": "find", "arguments": "{}"}}
+    assert of(USER, told.message) == of(USER, ANSWER | {"tool_calls": [CALL, other]})
 
 
 def test_messages_bring_the_tokens_of_the_last_that_has_some() -> None:
@@ -100,4 +102,6 @@ def test_messages_bring_the_tokens_of_the_last_that_has_some() -> None:
     begun = carried([USER, first, USER, last, USER])
     assert (begun.ids.tolist(), str(begun.ids.dtype), begun.messages) == ([5, 6, 7, 8, 9], "int32", 4)
     assert carried([USER, first, USER, ANSWER, USER]).messages == 2
-    assert carried([USER, ANSWER]).messages == 0
+    assert carried([first]).messages == 1
+    for part in ("prompt_token_ids", "generation_token_ids"):
+        assert carried([USER, ANSWER | {part: [5]}]).messages == 0

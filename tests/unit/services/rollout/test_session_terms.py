@@ -12,7 +12,7 @@ from quartet.wire.errors import InvalidArgument, PermissionDenied
 from services.rollout.session_terms import Terms, terms_of
 
 ME = Caller("me", "trainer")
-LEASE = {"run_id": "mine-1", "number": 4}
+LEASE = {"run_id": "mine-1", "number": 1}
 WRONG: list[Any] = [[], {}, "mine-1", {"run_id": "a"}, {"run_id": 1, "number": 1}]
 OF_A_RUN = {"purpose": "training", "lease": LEASE, "min_version": 3, "max_version": 5}
 
@@ -22,8 +22,10 @@ def test_a_run_states_its_lease_its_versions_and_its_purpose() -> None:
     terms = Terms(**terms_of({"task_id": "t"} | plain | OF_A_RUN, ME))
     assert (terms.temperature, terms.seed, terms.max_tokens, terms.max_length, terms.kept_s) == (0.5, 1, 8, 64, 60.0)
     assert terms.purpose is Purpose.TRAINING
-    lease = common_pb2.Lease(run_id="mine-1", number=4, identity="me")
+    lease = common_pb2.Lease(run_id="mine-1", number=1, identity="me")
     assert terms.versions == pb.GenerateRequest(lease=lease, min_version=3, max_version=5)
+    one = Terms(**terms_of(OF_A_RUN | {"max_version": 3}, ME))
+    assert one.versions == pb.GenerateRequest(lease=lease, min_version=3, max_version=3)
 
 
 def test_who_asks_stands_in_the_lease_and_nothing_that_was_sent() -> None:
@@ -59,6 +61,7 @@ def test_only_a_trainer_s_sessions_are_kept_for_long() -> None:
         ({"temperature": 0}, "temperature: 0; should be above 0"),
         ({"purpose": "mischief"}, "purpose: should be one of training, evaluation, foreign"),
         ({"purpose": 0}, "purpose: should be one of"),
+        ({"purpose": []}, "purpose: should be one of"),
         ({"min_version": 3}, "lease: should be"),
         ({"min_version": 6, "max_version": 5, "lease": LEASE}, "min_version: 6; must be at most max_version, 5"),
         *(({"lease": wrong}, "lease: should be") for wrong in WRONG),

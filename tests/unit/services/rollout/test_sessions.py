@@ -261,11 +261,12 @@ def test_what_has_ended_takes_nothing_and_keeps_its_tokens(sessions: Sessions) -
         with pytest.raises(FailedPrecondition, match="has ended"):
             refused()
     assert told_of(sessions)["ended"]
+    sessions.start(ME, "other", "t")
     sessions.remove(ME, S)
     for gone in (lambda: told_of(sessions), lambda: sessions.remove(ME, S)):
         with pytest.raises(NotFound, match="its tokens are lost"):
             gone()
-    assert sessions.counts == {"sessions": 0, "session_bytes": 0, "session_forks": 0}
+    assert sessions.counts == {"sessions": 1, "session_bytes": 1024, "session_forks": 0}
 
 
 def test_anothers_session_is_none(sessions: Sessions) -> None:
@@ -365,7 +366,12 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
         with pytest.raises(ResourceExhausted, match=r"me has [0-9]+ bytes of sessions, and the most is "):
             refused()
     sessions.remove(ME, "s1")
-    sessions.start(ME, "s5", "t")
+    for name in ("s5", "s6"):
+        sessions.start(ME, name, "t")
+    clock.now += KEPT_S + 1
+    sessions.start(ME, "s7", "t")
+    clock.now += KEPT_S + 1
+    assert sessions.counts["sessions"] == 0
 
 
 def test_several_are_started_all_or_none(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
