@@ -35,9 +35,8 @@ class Row:
         """The text in a column. ConfigError, which names place and column, if it holds something else."""
         value, column = self.values[key], self.column(key)
         if not isinstance(value, str):
-            raise ConfigError(
-                f"{column} should hold text, got {type(value).__name__}; for chat messages set data.chat_template"
-            )
+            messages = "; for chat messages set data.chat_template" if isinstance(value, list) else ""
+            raise ConfigError(f"{column} should hold text, got {excerpt(value)}{messages}")
         return sound(value, column)
 
     def messages(self, key: str, role: str = "user") -> Messages:

@@ -114,13 +114,13 @@ GOOD = {"prompt": "w5", "response": "w6", "chosen": "w6", "rejected": "w7"}
 @pytest.mark.parametrize(
     ("command", "row", "said"),
     [
-        ("sft", GOOD | {"response": 7}, "column 'response' should hold text, got int"),
-        ("sft", GOOD | {"response": None}, "column 'response' should hold text, got NoneType"),
+        ("sft", GOOD | {"response": 7}, "column 'response' should hold text, got 7"),
+        ("sft", GOOD | {"response": None}, "column 'response' should hold text, got null$"),
         ("sft", GOOD | {"response": "\ud800"}, "column 'response': character 0, .* is half of a character"),
         ("sft", '{"prompt": "w5", "response"', "not valid JSON"),
         ("sft", "[1]", "should be a JSON object, got list"),
         ("reward-model", GOOD | {"rejected": "w6"}, "columns 'chosen' and 'rejected' hold the same answer"),
-        ("reward-model", GOOD | {"chosen": ["w6"]}, "column 'chosen' should hold text, got list"),
+        ("reward-model", GOOD | {"chosen": ["w6"]}, r"column 'chosen' should hold text, got \['w6'\]; for chat"),
     ],
 )
 def test_a_row_that_is_no_example_is_named_by_file_line_and_column(

@@ -202,8 +202,8 @@ def test_shuffling_comes_before_the_range_and_is_the_same_for_every_range(tmp_pa
     ("content", "message"),
     [
         ("", "split 'train': holds no rows"),
-        ('{"prompt": "a"}\n\n{"prompt": null}\n', "p.jsonl, line 3: column 'prompt' should hold text, got NoneType"),
-        ('{"prompt": ["a"]}\n', "should hold text, got list; for chat messages set data.chat_template"),
+        ('{"prompt": "a"}\n\n{"prompt": null}\n', "p.jsonl, line 3: column 'prompt' should hold text, got null"),
+        ('{"prompt": ["a"]}\n', "should hold text, got ['a']; for chat messages set data.chat_template"),
     ],
 )
 def test_rows_that_are_not_prompts(tmp_path: Path, content: str, message: str) -> None:
