@@ -250,6 +250,16 @@ async def waits(pairs: Sequence[Pair]) -> list[float]:
     return count(pairs)
 
 
+class Waiting:
+    """`waits` as an object that is called."""
+
+    async def __call__(self, pairs: Sequence[Pair]) -> list[float]:
+        return await waits(pairs)
+
+
+waiting = Waiting()
+
+
 def secrets(pairs: Sequence[Pair]) -> list[float]:
     """1 for a pair whose label is a variable of the environment, else 0."""
     return [float(pair.label in os.environ) for pair in pairs]

@@ -57,7 +57,7 @@ def load_function(
     function = imported(path, field)
     if not callable(function):
         raise ConfigError(f"{field}: {path!r} is not a function")
-    if inspect.iscoroutinefunction(function) and not asynchronous:
+    if not asynchronous and any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         raise ConfigError(f"{field}: {path!r} is an async function; write it with def, as it is called in a thread")
     if (taken := _other_arguments(function)) is not None:
         raise ConfigError(f"{field}: {path!r} should take one argument, a sequence of pairs, but takes {taken}")

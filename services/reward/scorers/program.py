@@ -100,7 +100,8 @@ class Caller:
         self._names = names
         self._place = place
         self._file = getattr(inspect.getmodule(function), "__file__", None)
-        self.coroutine = inspect.iscoroutinefunction(function)
+        # An object may be called as one.
+        self.coroutine = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         """True if each pair has a deadline on the event loop of this process."""
         self._runner: Any = None
         if self.coroutine:

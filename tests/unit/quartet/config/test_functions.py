@@ -26,6 +26,7 @@ def test_a_function_by_its_path() -> None:
         ("", "function: '' should be package.module:name"),
         ("math:pi", "function: 'math:pi' is not a function"),
         ("asyncio:sleep", "function: 'asyncio:sleep' is an async function; write it with def"),
+        ("tests.scorers:waiting", "function: 'tests.scorers:waiting' is an async function; write it with def"),
         ("operator:add", "function: 'operator:add' should take one argument, a sequence of pairs, but takes (a, b"),
         ("posixpath:no", f"has no attribute 'no' (the module is {posixpath.__file__})"),
     ],

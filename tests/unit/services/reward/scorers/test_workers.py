@@ -102,13 +102,14 @@ async def test_the_callers_own_time_counts_too() -> None:
     assert (caught.value.result.outcome, caught.value.suspect) == (Outcome.TIMEOUT, 1)
 
 
-async def test_a_coroutine_function_has_all_pairs_at_once_each_with_its_time() -> None:
-    made = scorer("waits")
+@pytest.mark.parametrize("function", ["waits", "waiting"])
+async def test_a_coroutine_function_has_all_pairs_at_once_each_with_its_time(function: str) -> None:
+    made = scorer(function)
     results = await made.score([row(Pair("w1", "w2", label)) for label in ["5", "5", "hangs", "raises", "5"]])
     told = [each.outcome.name if isinstance(each, Unscored) else each for each in results]
     assert told == [1.0, 1.0, "TIMEOUT", "FAILED", 1.0]
     assert "took longer for a pair than pair_timeout_s, 2 s" in str(results[2])
-    assert "waits raised ValueError in line" in str(results[3])
+    assert f"{function} raised ValueError in line" in str(results[3])
     assert "1234" not in str(results[3])
 
 
