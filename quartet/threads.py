@@ -65,10 +65,14 @@ class DaemonThread(Executor):
         """Ends the thread after the calls that wait, or with `cancel_futures` after the one that runs. Does not wait
         for it."""
         self._ended = True
-        with contextlib.suppress(Empty):
-            while cancel_futures:
-                if (call := self._waiting.get_nowait()) is not None:
-                    call[0].cancel()
+        if cancel_futures:
+            # One of them may be out of the queue already, and not have begun: the queue gives a call to a thread that
+            # waits at once, from Python 3.13 on. An interruption would then end the thread, and the call have no end.
+            for future in tuple(self._calls):
+                future.cancel()
+            with contextlib.suppress(Empty):
+                while True:
+                    self._waiting.get_nowait()
         self._waiting.put(None)
 
     def interrupt(self) -> None:

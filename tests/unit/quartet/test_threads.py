@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent import futures
@@ -27,6 +28,21 @@ print("begun", flush=True)
 
 def call(thread: DaemonThread, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
     return asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
+
+
+def test_a_call_that_a_waiting_thread_was_given_just_now_is_cancelled() -> None:
+    """A thread has the call and has not run since, if it is ended right after it was called."""
+    thread, interval = DaemonThread("ours"), sys.getswitchinterval()
+    thread.submit(int).result(60)
+    time.sleep(0.1)  # it waits for the next one
+    sys.setswitchinterval(10)
+    try:
+        given = thread.submit(int)
+        thread.shutdown(cancel_futures=True)
+        assert given.cancelled()
+        assert not thread.busy
+    finally:
+        sys.setswitchinterval(interval)
 
 
 async def test_calls_take_turns_in_one_thread() -> None:
