@@ -65,6 +65,11 @@ class _Health(health_pb2_grpc.HealthServicer):
         for reply in replies:
             yield reply
 
+    async def List(self, request: Any, context: Any) -> None:
+        """Refused like Watch; a method of grpcio-health-checking later than 1.81."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("grpc.health.v1.Health/List: ask by Check")
+
     async def _of(self, request: Any, context: Any, application: str) -> Any:
         metadata = tuple(pair for pair in context.invocation_metadata() or () if pair[0] != APPLICATION)
         call = CallContext(context, (*metadata, (APPLICATION, application)))

@@ -59,6 +59,9 @@ async def test_each_role_may_do_what_it_is_for_and_nothing_else(keys: Keys, name
         assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
         watched = await outcome(stub.Watch(health_pb2.HealthCheckRequest(), timeout=10))
         assert watched == (StatusCode.UNIMPLEMENTED, "grpc.health.v1.Health/Watch: ask by Check")
+        # Not a method of the stub in all versions of the package.
+        listed = await outcome(channel.unary_unary("/grpc.health.v1.Health/List")(b"", timeout=10))
+        assert listed[0] is StatusCode.UNIMPLEMENTED
         of_the_server = {(await outcome(call(channel)))[0] for call in (_list, _reflect)}
         assert of_the_server == ({StatusCode.OK} if name == "run-a" else {StatusCode.PERMISSION_DENIED})
 
