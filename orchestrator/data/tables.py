@@ -92,7 +92,8 @@ def _whole(folder: Path, split: str, files: list[Path]) -> list[Path]:
         names = " and ".join(file.name for file in files[:2])
         if not all(parts):
             raise ConfigError(f"data.path {folder}: {names} are both split {split!r}; keep one")
-        raise ConfigError(f"data.path {folder}: split {split!r} has {len(files)} of {count} parts; fetch it again")
+        there = len({*numbers})
+        raise ConfigError(f"data.path {folder}: split {split!r} has {there} of {count} parts; fetch it again")
     return files
 
 

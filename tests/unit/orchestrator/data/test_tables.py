@@ -46,6 +46,9 @@ def test_json_values_stay_as_written_and_columns_may_be_absent(tmp_path: Path) -
     table = open_split(str(data), "train")
     assert table.columns == ["a", "b"]
     assert table.rows == [{"a": "2024-05-01", "b": None}, {"a": None, "b": 2}, {"a": 3.5, "b": None}]
+    text = "a\u2028b\x85c"  # which ends no line of JSON, though some readers end one there
+    data.write_text(json.dumps({"a": text}, ensure_ascii=False))
+    assert open_split(str(data), "train").rows == [{"a": text}]
 
 
 def test_folders_hold_a_split_per_file_and_saved_dicts_theirs(tmp_path: Path) -> None:
@@ -61,6 +64,18 @@ def test_folders_hold_a_split_per_file_and_saved_dicts_theirs(tmp_path: Path) ->
         assert open_split(str(path), "eval").rows[0] == {"prompt": "b"}
         with fails(f"data.path {path}: no split 'test'; the splits there are eval, train"):
             open_split(str(path), "test")
+
+
+def test_the_parts_of_a_split_are_one_table(tmp_path: Path) -> None:
+    first = jsonl(tmp_path / "train-00000-of-00002.jsonl", [{"a": 1}, {"a": 2}])
+    second = jsonl(tmp_path / "train-00001-of-00002.jsonl", [{"b": 3}, {"a": 4}])
+    table = open_split(str(tmp_path), "train")
+    assert table.rows == [{"a": 1, "b": None}, {"a": 2, "b": None}, {"a": None, "b": 3}, {"a": 4, "b": None}]
+    places = [f"{file}, line {line}" for file in (first, second) for line in (1, 2)]
+    assert [table.place(row) for row in range(4)] == places
+    second.rename(tmp_path / "train-00000-of-00002.json")  # as many files, of which two are one part
+    with fails("split 'train' has 1 of 2 parts; fetch it again"):
+        open_split(str(tmp_path), "train")
 
 
 def test_pipes_are_refused_before_they_are_read(tmp_path: Path) -> None:
