@@ -148,13 +148,22 @@ def _inputs(deployment: Deployment) -> Inputs:
         untested,
     )
     remarks = tuple(remark for each in kinds for remark in each(deployment))
-    remarks += tuple(without_template(config, tokenizer))
+    remarks += (*without_template(config, tokenizer), *bare_prompts(config, tokenizer))
     if config.evaluation.every and held_out is None:
         remarks += (
             f"orchestrator.data: {config.data.path} has no split {EVAL}, so nothing is evaluated during the run; "
             "to hold prompts out, set prompt_split to train[:90%] and eval_split to train[90%:]",
         )
     return Inputs(tokenizer, train, held_out, judges, distribution, environment, agent, remarks)
+
+
+def bare_prompts(config: OrchestratorConfig, tokenizer: Any) -> Iterator[str]:
+    """A remark where a chat model gets the prompts without its template, and the file does not say so."""
+    if tokenizer.chat_template and config.agent is None and "chat_template" not in config.data.model_fields_set:
+        yield (
+            f"orchestrator.data.chat_template: not given, so {config.policy.model} gets the prompts as they are, "
+            "without its chat template; true puts each into it, false says that this is meant"
+        )
 
 
 def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:

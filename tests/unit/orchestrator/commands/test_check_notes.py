@@ -1,6 +1,7 @@
 """Notes of `quartet check` and `quartet train` about a run that can start but may not be meant so."""
 
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -43,6 +44,22 @@ def test_tokens_of_no_policy_want_a_correction_that_leaves_them_out(raw: dict[st
     ]
     raw["orchestrator"]["algorithm"]["correction"] = "icepop"
     assert checked(raw, tmp_path).notes == []
+
+
+def test_a_chat_model_that_gets_bare_prompts_is_told_unless_the_file_says_so(
+    raw: dict[str, Any], tmp_path: Path, policy_folder: Path
+) -> None:
+    policy = copytree(policy_folder, tmp_path / "policy")
+    raw["orchestrator"]["policy"]["model"] = args(raw, "rollout")["model"] = str(policy)
+    assert checked(raw, tmp_path).notes == []
+    (policy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert checked(raw, tmp_path).notes == [
+        f"orchestrator.data.chat_template: not given, so {policy} gets the prompts as they are, without its chat "
+        "template; true puts each into it, false says that this is meant"
+    ]
+    for given in (False, True):
+        raw["orchestrator"]["data"]["chat_template"] = given
+        assert checked(raw, tmp_path).notes == []
 
 
 def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], tmp_path: Path) -> None:
