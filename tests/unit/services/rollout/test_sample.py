@@ -8,7 +8,7 @@ import pytest
 
 from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidArgument
-from services.rollout.sample import COLDEST, HOTTEST, FinishReason, Sample, Sampling, from_wire
+from services.rollout.sample import COLDEST, HOTTEST, MOST_STOPS, FinishReason, Sample, Sampling, from_wire
 
 
 def test_sampling_round_trips() -> None:
@@ -25,6 +25,11 @@ def test_sampling_round_trips() -> None:
     for temperature in (0.0, COLDEST, HOTTEST):
         sampling = Sampling(max_new_tokens=1, temperature=temperature)
         assert Sampling.from_wire(sampling.to_wire()) == sampling
+
+
+def test_as_many_stop_tokens_as_may_be_are_taken() -> None:
+    stops = tuple(range(MOST_STOPS))
+    assert Sampling.from_wire(pb.SamplingParams(max_new_tokens=4, stop_token_ids=stops)).stop_token_ids == stops
 
 
 def test_what_is_not_said_is_off() -> None:

@@ -9,7 +9,7 @@ from protos import rollout_pb2 as pb
 from quartet.security.identity import ANONYMOUS, Caller
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidArgument, PermissionDenied
-from services.rollout.session_terms import Terms, terms_of
+from services.rollout.session_terms import KEPT_S, Terms, terms_of
 
 ME = Caller("me", "trainer")
 LEASE = {"run_id": "mine-1", "number": 1}
@@ -29,7 +29,7 @@ def test_a_run_states_its_lease_its_versions_and_its_purpose() -> None:
 
 
 def test_who_asks_stands_in_the_lease_and_nothing_that_was_sent() -> None:
-    assert Terms(**terms_of({"lease": LEASE}, ANONYMOUS)).versions.lease.identity == ""
+    assert Terms(**terms_of({"lease": LEASE}, ANONYMOUS)).versions == pb.GenerateRequest(lease=LEASE)
     with pytest.raises(InvalidArgument, match="lease: should be"):
         terms_of({"lease": LEASE | {"identity": "another"}}, ME)
 
@@ -49,7 +49,8 @@ def test_only_a_trainer_speaks_for_a_run(name: str) -> None:
 
 def test_only_a_trainer_s_sessions_are_kept_for_long() -> None:
     guest = Caller("guest", "sampler")
-    assert terms_of({"kept_s": 60.0}, guest) == {"kept_s": 60.0}
+    for seconds in (60.0, KEPT_S):
+        assert terms_of({"kept_s": seconds}, guest) == {"kept_s": seconds}
     assert terms_of({"kept_s": 7200.0}, ME) == {"kept_s": 7200.0}
     with pytest.raises(PermissionDenied, match="kept_s: more than 3600 is for a run"):
         terms_of({"kept_s": 7200.0}, guest)
