@@ -10,6 +10,7 @@ from orchestrator.deployment import cluster
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import differing
 from protos import reward_pb2
+from quartet.config.base import ConfigError
 from services.reward.config import RewardConfig, field_of
 
 
@@ -50,7 +51,11 @@ def behind_its_code(deployment: Deployment, scorer: reward_pb2.ScorerIdentity) -
             function, where = hosted.scorer, f"applications.{name}.args.{field_of(key)}"
             if function.kind != "function" or function.title != scorer.name:
                 continue
-            if function.code_hash(where) != scorer.model_hash:
+            try:
+                here = function.code_hash(where)
+            except ConfigError:  # it cannot be imported, such as on another machine than its service
+                continue
+            if here != scorer.model_hash:
                 yield (
                     f"{where}.function: {function.function} has changed since the reward service read it, and scores "
                     "as it was until `quartet down` and `quartet up`"

@@ -1,6 +1,7 @@
 """Services that a run finds behind its file, or behind the code of its reward function."""
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,14 @@ def test_what_has_changed_in_the_file_is_named(deployment: Deployment, monkeypat
     assert outdated(deployment, scorer()) == []
 
 
-def test_a_function_whose_module_has_changed_since_it_was_read_is_named(deployment: Deployment) -> None:
+def test_a_function_whose_module_has_changed_since_it_was_read_is_named(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [line] = outdated(deployment, scorer(digest="another"))
     assert line.startswith(f"applications.reward.args.scorer.function: {FUNCTION} has changed since ")
     assert outdated(deployment, scorer("function:another:score", "another")) == []
+    with monkeypatch.context() as here:
+        here.setitem(sys.modules, FUNCTION.partition(":")[0], None)  # type: ignore[arg-type]  # as where it is not
+        assert outdated(deployment, scorer(digest="another")) == []
     section(deployment, "reward")["runtime_env"] = {"working_dir": "https://host/code.zip"}
     assert not any("has changed since" in line for line in outdated(deployment, scorer(digest="another")))
