@@ -15,7 +15,7 @@ from orchestrator.evaluation.rows import Row, is_text
 from quartet.config.base import MIB, ConfigError
 from quartet.security.port import on_loopback
 from quartet.threads import in_thread
-from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.backoff import LAST_TRY_S, Backoff, Deadline
 from quartet.wire.errors import NotFound, ServiceError, Unauthenticated, Unavailable
 
 LONGEST = 16 * MIB
@@ -111,14 +111,19 @@ class Endpoint:
         body = json.dumps(asked | self._fields).encode()
         deadline = Deadline(self._timeout_s)
         backoff = Backoff(deadline)
+        lost: Unavailable | None = None
         while True:
+            left_s = deadline.left_s
             try:
                 return _answer(await self._reply(chat, body, deadline), chat)
             except _Refused as error:
                 return Answer(None, problem=str(error))
             except Unavailable as error:
+                lost = error
                 await backoff.wait(error)
             except _Busy as error:
+                if lost is not None and left_s < LAST_TRY_S:  # a last try, too short for an answer, says nothing new
+                    raise lost from None
                 try:
                     await backoff.wait(error, error.pause_s)
                 except _Busy:

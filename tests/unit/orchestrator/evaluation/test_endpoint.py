@@ -1,6 +1,8 @@
 """Responses of an endpoint of OpenAI's protocol: what is asked, what is repeated, and what is given up."""
 
+import itertools
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,7 +145,23 @@ async def test_a_wrong_address_model_or_key_ends_the_evaluation(status: int, kin
 async def test_an_endpoint_that_is_not_there_ends_the_evaluation() -> None:
     address = "http://127.0.0.1:1/v1"  # a port that has just been closed may be given to another test
     with pytest.raises(Unavailable, match=f"--endpoint {re.escape(address)}: "):
-        await endpoint(address, timeout_s=0.5).respond(0, TEXT, 0)
+        await endpoint(address, timeout_s=2).respond(0, TEXT, 0)
+
+
+async def test_a_last_try_without_time_for_an_answer_says_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.evaluation.endpoint.LAST_TRY_S", 60)
+    made, over, tried = endpoint("http://127.0.0.1:1/v1", timeout_s=2), threading.Event(), itertools.count()
+
+    def post(*_: Any) -> None:
+        if next(tried) == 0:
+            raise Unavailable("nothing listens")
+        over.wait(20)
+
+    monkeypatch.setattr(made, "_post", post)
+    with pytest.raises(Unavailable, match="nothing listens"):
+        await made.respond(0, TEXT, 0)
+    over.set()
+    assert next(tried) == 2
 
 
 @pytest.mark.parametrize(
