@@ -122,6 +122,8 @@ class VLLMEngine:
         self.place = Place()
         self.processes: Sequence[psutil.Process] = ()
         """The processes that compute."""
+        self._ended = 0
+        """Number of the first of them that has ended; 0 if none has."""
         self.requests = Requests(llm, config.adapter_versions if config.adapters else 0)
         self.generate = self.requests.generate
         self._resting = False
@@ -191,10 +193,12 @@ class VLLMEngine:
     def check_workers(self) -> None:
         """Raises Unavailable if a process that computes has ended, and ends the others. vLLM gives these up to nine
         seconds, in which its engine answers as if nothing had happened, or not at all."""
-        if ended := [process.pid for process in self.processes if has_ended(process)]:
+        if not self._ended and (ended := [process.pid for process in self.processes if has_ended(process)]):
+            self._ended = ended[0]  # of which the others are only the consequence
             for process in self.processes:
                 _end(process)
-            raise Unavailable(f"the engine's worker process {ended[0]} has ended")
+        if self._ended:
+            raise Unavailable(f"the engine's worker process {self._ended} has ended")
 
     async def check_health(self) -> None:
         """Raises if the engine or its process is dead, or does not answer."""
