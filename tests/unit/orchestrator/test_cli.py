@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,9 @@ def test_a_command_that_waits_for_standard_input_can_be_interrupted() -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
             assert asked.wait(60)
+            # Until the answer has arrived and the input is waited for: asyncio would tell of a task that a signal
+            # cancels in the very moment in which it is woken.
+            time.sleep(0.5)
             process.send_signal(signal.SIGINT)
             said = process.stderr.read()
             assert process.wait(60) == 130
