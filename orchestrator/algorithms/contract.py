@@ -89,6 +89,8 @@ class KLConfig(Config):
             )
         if self.target is not None and self.coef == 0:
             yield "target adapts the coefficient by factors, so coef must be more than 0"
+        if self.target is None and self.horizon != type(self).model_fields["horizon"].default:
+            yield "horizon has no effect while target is null, as the coefficient is fixed; give it too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +472,12 @@ class Algorithm(Config):
             for name in ("score_clip", "normalise_scores", "overlong_buffer", "zero_variance"):
                 if self._given(name):
                     yield f"{name} is for scores, which have no effect with score_weight 0; leave it out"
+            for name, reward in self.rewards.items():
+                if reward.clip is not None or reward.normalise != "none":
+                    yield (
+                        f"rewards.{name}: clip and normalise are for scores, which have no effect with score_weight "
+                        "0; leave them out"
+                    )
         if self.score_weight and self.rewards and not any(reward.counts for reward in self.rewards.values()):
             yield "rewards: all weights are 0, which leaves no score; give one of them another weight"
         if not self.overlong_buffer and self._given("overlong_penalty"):

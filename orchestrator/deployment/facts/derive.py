@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.algorithms.registry import parse
 from orchestrator.deployment.applications import SERVICES
-from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS, Facts
+from orchestrator.deployment.facts.facts import CRITIC_RATE, DEPLOYMENT_KEYS, Facts
 from orchestrator.environments.config import AgentConfig, EnvironmentConfig
 from quartet.config.base import GIB, IDLE_THREADS_SLEEP, MIB, ConfigError
 from quartet.config.functions import PATH
@@ -110,9 +110,23 @@ class _Derivation:
             "reference": not (self._parsed.needs_reference or "reference" in self._facts.services),
             "critic": not self._parsed.needs_critic,
         }
-        if unused := [name for name in self._facts.services if left_out.get(name)]:
-            why = "reward: is a service that runs elsewhere" if unused[0] == "reward" else "the algorithm needs none"
-            raise ConfigError(f"services.{unused[0]}: this run starts none ({why}); leave it out")
+        why = {"reward": "reward: is a service that runs elsewhere"}
+        problems = [
+            f"services.{name}: this run starts none ({why.get(name, 'the algorithm needs none')}); leave it out"
+            for name in self._facts.services
+            if left_out.get(name)
+        ]
+        if left_out["critic"]:
+            algorithm = self._parsed
+            given = {"critic": self._facts.critic, CRITIC_RATE: self._facts.algorithm.critic_learning_rate}
+            problems += [
+                f"{fact}: this run trains no critic, as algorithm has kind {algorithm.kind} with baseline "
+                f"{algorithm.baseline}; leave it out"
+                for fact, value in given.items()
+                if value is not None
+            ]
+        if problems:
+            raise ConfigError("\n".join(problems))
         return [name for name in SERVICES if not left_out.get(name)]
 
     @cached_property

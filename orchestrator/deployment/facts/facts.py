@@ -46,6 +46,8 @@ _STATED = {
     "policy.optimizer.learning_rate": "algorithm.learning_rate",
 }
 """Key of `orchestrator:` -> the fact that states it."""
+CRITIC_RATE = "algorithm.critic_learning_rate"
+"""The fact that states the critic's learning rate."""
 
 
 class PromptsFacts(PromptsConfig):
@@ -72,7 +74,7 @@ class AlgorithmFacts(Config):
     """Peak learning rate of the policy: the first thing to tune. From 1e-6 for billions of parameters to 1e-4 for
     millions."""
     critic_learning_rate: PositiveFloat | None = None
-    """Peak learning rate of the critic. Null: five times the policy's."""
+    """Peak learning rate of the critic, with an algorithm that trains one. Null: five times the policy's."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,7 +116,8 @@ class Facts(Config):
     algorithm: AlgorithmFacts
     """The algorithm and its learning rates."""
     critic: str | None = None
-    """Model that the critic starts from. Null: the reward model if there is one, else the model to train."""
+    """Model that the critic starts from, with an algorithm that trains one. Null: the reward model if there is one,
+    else the model to train."""
     steps: Count = 100
     """Steps of the run: each samples a batch, trains on it and pushes the weights."""
     batch_size: Count = 128
@@ -174,6 +177,7 @@ class Facts(Config):
             problems.insert(0, str(error))
             raise ConfigError("\n".join(problems)) from None
         problems += _unknown_overrides(facts.services)
+        problems += _stated_twice(facts)
         problems += unknown_keys(OrchestratorConfig, facts.orchestrator, "orchestrator")
         if problems:
             raise ConfigError("\n".join(problems))
@@ -191,6 +195,19 @@ def _repeated(values: Mapping[str, Any]) -> list[str]:
         f"orchestrator.{key}: is stated by {fact}; set that, and leave this out"
         for key, fact in _STATED.items()
         if _given(section, key.split("."))
+    ]
+
+
+def _stated_twice(facts: Facts) -> list[str]:
+    """Overrides of the critic beside the fact that is for the same key alone, which would have no effect."""
+    stated = {
+        "model": ("critic", facts.critic),
+        "optimizer.learning_rate": (CRITIC_RATE, facts.algorithm.critic_learning_rate),
+    }
+    return [
+        f"services.critic.{key}: is stated by {fact}; leave one of them out"
+        for key, (fact, value) in stated.items()
+        if value is not None and _given(facts.services.get("critic"), key.split("."))
     ]
 
 

@@ -42,6 +42,12 @@ from quartet.config.base import ConfigError
         ),
         ({"kind": "sao", "gae_lambda": 0.9}, "gae_lambda has no effect beside gae_lambda_alpha"),
         ({"kind": "distil", "score_clip": 1}, "score_clip is for scores, which have no effect"),
+        ({"kind": "distil", "rewards": {"right": {"clip": 1}}}, "rewards.right: clip and normalise are for scores"),
+        (
+            {"kind": "distil", "samples_per_prompt": 2, "rewards": {"right": {"normalise": "group"}}},
+            "rewards.right: clip and normalise are for scores",
+        ),
+        ({"kl": {"coef": 0.1, "horizon": 500}}, "horizon has no effect while target is null"),
     ],
 )
 def test_what_would_have_no_effect_or_a_wrong_gradient_is_refused(section: dict[str, Any], problem: str) -> None:

@@ -414,6 +414,32 @@ def test_a_service_that_the_run_does_not_start_has_no_overrides(facts: dict[str,
     ]
 
 
+def test_facts_of_a_critic_are_for_an_algorithm_that_trains_one(facts: dict[str, Any], tmp_path: Path) -> None:
+    of_critic = {"critic": "no/such", "services": {"critic": {"seed": 1}}}
+    for algorithm in ({"kind": "grpo"}, {"kind": "ppo", "baseline": "batch"}):
+        given = {"learning_rate": 1e-4, "critic_learning_rate": 1e-3} | algorithm
+        assert [
+            line.partition(":")[0] for line in complaints(facts | of_critic | {"algorithm": given}, tmp_path)
+        ] == [*("services.critic", "critic", "algorithm.critic_learning_rate")]
+        whole(facts | {"algorithm": algorithm | {"learning_rate": 1e-4}})
+    with_critic = facts | {
+        "critic": facts["reward"],
+        "algorithm": facts["algorithm"] | {"critic_learning_rate": 1e-3},
+    }
+    assert args(loaded(with_critic, tmp_path).raw, "critic")["optimizer"] == {"learning_rate": 1e-3}
+
+
+def test_a_fact_that_an_override_would_leave_without_effect_is_refused(facts: dict[str, Any], tmp_path: Path) -> None:
+    overrides = {"model": facts["model"], "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2}}
+    given = facts | {"services": {"critic": overrides}}
+    assert args(loaded(given, tmp_path).raw, "critic")["optimizer"] == overrides["optimizer"]
+    given |= {"critic": facts["reward"], "algorithm": facts["algorithm"] | {"critic_learning_rate": 1e-2}}
+    assert complaints(given, tmp_path) == [
+        "services.critic.model: is stated by critic; leave one of them out",
+        "services.critic.optimizer.learning_rate: is stated by algorithm.critic_learning_rate; leave one of them out",
+    ]
+
+
 def test_a_missing_folder_is_told_once_in_the_words_of_the_facts(facts: dict[str, Any], tmp_path: Path) -> None:
     settled = facts | {
         "prompts": {"path": facts["prompts"], "max_prompt_length": 8},
