@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from quartet.config.base import ConfigError
 from quartet.config.functions import imported
 
 if TYPE_CHECKING:  # the configuration reads this table
@@ -18,8 +19,21 @@ if TYPE_CHECKING:  # the configuration reads this table
 
 Start = Callable[["RolloutConfig"], Awaitable["Engine"]]
 """Starts an engine."""
-PARSERS_S = 120.0
-"""Longest wait for the names of parsers, in seconds."""
+TOLD_S = 120.0
+"""Longest wait for what another process tells of an engine, in seconds."""
+_LOOK = """
+import json, os, sys
+from services.rollout.engines import own
+try:
+    own(*sys.argv[1:])
+    problem = ""
+except ValueError as error:
+    problem = str(error)
+print()
+print(json.dumps(problem), flush=True)
+os._exit(0)
+"""
+"""Tells the problem of an engine of the user's own, and ends before its module may print more or wait for threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +71,26 @@ def kind_of(config: "RolloutConfig") -> EngineKind:
 async def start(config: "RolloutConfig") -> "Engine":
     """Starts the engine that a configuration names, one of the user's own found as reward functions are. ConfigError
     if that cannot be imported; other errors are the engine's own."""
-    own = config.engine not in ENGINES
-    begin: Start = imported(config.engine, "rollout.args.engine") if own else _imported(ENGINES[config.engine].start)
+    ours = ENGINES.get(config.engine)
+    begin: Start = own(config.engine, "rollout.args.engine") if ours is None else _imported(ours.start)
     return await begin(config)
+
+
+def own(path: str, field: str) -> Start:
+    """The user's engine at `package.module:function`, which stands at `field`. ConfigError if it cannot be imported,
+    or is not a function."""
+    begin = imported(path, field)
+    if not callable(begin):
+        raise ConfigError(f"{field}: {path!r} is not a function")
+    started: Start = begin
+    return started
+
+
+def problem_of_own(config: "RolloutConfig", field: str) -> str:
+    """The reason for which an engine of the user's own could not be started, by its name alone; empty if there is
+    none, or if the replica will tell."""
+    told = None if config.engine in ENGINES else _told("-c", _LOOK, config.engine, field)
+    return "" if told is None else str(told)
 
 
 def completions(config: "RolloutConfig", served: "Served") -> "Completions | None":
@@ -78,15 +109,18 @@ def unknown_parsers(config: "RolloutConfig") -> Mapping[str, list[str]]:
     named = {field: name for field in ("tool_parser", "reasoning_parser") if (name := getattr(config, field))}
     if not named or module is None or find_spec("vllm") is None:
         return {}
+    known: dict[str, list[str]] | None = _told("-m", module)
+    return {} if known is None else {field: known[field] for field, name in named.items() if name not in known[field]}
+
+
+def _told(*arguments: str) -> Any:
+    """The JSON in the last line of another Python's output; None if that fails, which the replica will tell. In a
+    process of its own, as importing vLLM changes the environment, which a head or ranks would inherit."""
     try:
-        # In a process of its own, as importing vLLM changes the environment, which a head or ranks would inherit.
-        told = subprocess.run(
-            [sys.executable, "-P", "-m", module], capture_output=True, timeout=PARSERS_S, check=True
-        )
+        told = subprocess.run([sys.executable, "-P", *arguments], capture_output=True, timeout=TOLD_S, check=True)
     except (subprocess.SubprocessError, OSError):
-        return {}  # told by the replica
-    known: dict[str, list[str]] = json.loads(told.stdout.splitlines()[-1])
-    return {field: known[field] for field, name in named.items() if name not in known[field]}
+        return None
+    return json.loads(told.stdout.splitlines()[-1])
 
 
 def _imported(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of the tokenizers, weights and scoring functions that a deployment names.
+"""Checks of the tokenizers, weights, engines and scoring functions that a deployment names.
 
 A run has the tokens of its policy in common with all models that it uses. Scorers that other callers ask by their
 names may have others.
@@ -25,6 +25,7 @@ from quartet.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
 from services.reward.config import Hosted, ModelScorerConfig, PartConfig, RewardConfig, field_of, parts_of
 from services.rollout.config import RolloutConfig
+from services.rollout.engines import problem_of_own
 
 POLICY_FIELD = "orchestrator.policy.model"
 _OWN_CODE = {"working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri"}
@@ -179,12 +180,18 @@ def load_model_config(path: str) -> Any:
 
 
 def missing_functions(deployment: ServicesFile) -> Iterator[str]:
-    """Scorers of functions for which something is missing here: the function itself, a package, a variable of the
-    environment; except those of services with their own environment."""
+    """Engines of the user's own that are not here, and scorers of functions for which something is missing: the
+    function itself, a package, a variable of the environment; except those of services with their own environment."""
     for application in deployment.raw.get("applications") or []:
         name = str(application.get("name"))
         section = deployment.services.get(name)
-        if not isinstance(section, RewardConfig) or brings_code(application.get("runtime_env")):
+        if brings_code(application.get("runtime_env")):
+            continue
+        if isinstance(section, RolloutConfig) and (
+            problem := problem_of_own(section, f"applications.{name}.args.engine")
+        ):
+            yield problem
+        if not isinstance(section, RewardConfig):
             continue
         for field, scorer in scorers(section.hosted, f"applications.{name}.args"):
             if not isinstance(scorer, ModelScorerConfig):

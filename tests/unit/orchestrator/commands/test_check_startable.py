@@ -1,6 +1,7 @@
 """Facts of a file with which a service would not start, told before anything is started."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from orchestrator.commands.checks.startable import ACCELERATOR, OWN_RESOURCES, b
 from orchestrator.deployment.file import Deployment
 from services.rollout import engines
 from services.rollout.config import RolloutConfig
-from services.rollout.engines import unknown_parsers
+from services.rollout.engines import problem_of_own, unknown_parsers
 from tests.unit.preflights import application, args, ask, checked, problems, refused
 
 Change = Callable[[dict[str, Any]], object]
@@ -115,6 +116,42 @@ def test_parsers_are_left_to_the_replica_where_its_engine_is_not(
     assert unknown_parsers(RolloutConfig(**named, engine="examples.plain_engine:start")) == {}
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     assert unknown_parsers(RolloutConfig(**named)) == {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ("no_such_engine:start", "'no_such_engine:start' should be package.module:name, but cannot be imported: "),
+        ("examples.plain_engine:begin", "'examples.plain_engine:begin' should be package.module:name, but cannot "),
+        ("services.rollout.engines:TOLD_S", "'services.rollout.engines:TOLD_S' is not a function"),
+    ],
+)
+def test_an_own_engine_that_is_not_there_is_told_before_a_start(
+    raw: dict[str, Any], tmp_path: Path, engine: str, problem: str
+) -> None:
+    args(raw, "rollout")["engine"] = engine
+    refused(raw, tmp_path, f"applications.rollout.args.engine: {problem}")
+    application(raw, "rollout").setdefault("runtime_env", {})["working_dir"] = "s3://elsewhere/code.zip"
+    checked(raw, tmp_path)
+
+
+def test_an_own_engine_is_looked_at_in_another_process(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module may change the environment, print, and leave threads behind."""
+    (tmp_path / "engine_of_a_user.py").write_text(
+        "import atexit, os, threading\n"
+        "os.environ['OF_THE_ENGINE'] = '1'\n"
+        "atexit.register(print, 'the end')\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "async def start(config): ...\n"
+    )
+    monkeypatch.setenv("QUARTET_FUNCTIONS", str(tmp_path))
+    config = RolloutConfig(model=args(raw, "rollout")["model"], engine="engine_of_a_user:start")
+    assert problem_of_own(config, "engine") == ""
+    assert "OF_THE_ENGINE" not in os.environ
+    (tmp_path / "engine_of_a_user.py").write_text("raise SystemExit(3)\n")
+    assert problem_of_own(config, "engine") == "engine: importing engine_of_a_user fails with SystemExit: 3"
 
 
 @pytest.mark.usefixtures("without_gpu")
