@@ -24,16 +24,18 @@ def untested(deployment: ServicesFile) -> Iterator[str]:
             )
 
 
-def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
-    """A length beyond the model's positions, with which vLLM would not start, unless RoPE scaling stretches them; and
-    one with which vLLM would rotate all sequences as transformers rotates only those of a pass that is as long."""
+def too_long_for_model(section: RolloutConfig, name: str, told: int | None = None) -> Iterator[str]:
+    """A length beyond the model's positions, with which vLLM would not start, unless RoPE scaling stretches them or
+    the length is `told` elsewhere; and one with which vLLM would rotate all sequences as transformers rotates only
+    those of a pass that is as long."""
     if section.max_length is None:
         return  # it follows the model
     model = load_model_config(section.model)
     rope = getattr(model, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     field = f"applications.{name}.args.max_length: {section.max_length}, but {section.model}"
-    if model is not None and kind == "default" and section.max_length > max_length(model):
+    beyond = model is not None and kind == "default" and section.max_length > max_length(model)
+    if beyond and section.max_length != told:
         yield f"{field} takes {max_length(model)} tokens (its max_position_embeddings)"
     native = int(rope.get("original_max_position_embeddings") or max_length(model))
     if kind in packed.BY_LENGTH and section.max_length > native:

@@ -228,10 +228,13 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             yield from misfits_of_reward(config, section, name)
         if isinstance(section, CriticConfig) and config.algorithm.needs_critic:
             yield from misfits_of_critic(config, section, name)
+    fields: dict[str, str] = {}
     for field, path in models_of_run(deployment):
-        model = load_model_config(path)  # None is reported by the check of models
-        if model is not None and max_length(model) < needed:
-            yield f"{field}: {path} takes {max_length(model)} tokens (its max_position_embeddings), but {sum_of}"
+        fields.setdefault(path, field)
+    configs = {path: load_model_config(path) for path in fields}  # None is reported by the check of models
+    lengths = {path: max_length(config) for path, config in configs.items() if config is not None}
+    if short := [f"{fields[path]} ({path}) takes {length}" for path, length in lengths.items() if length < needed]:
+        yield f"{sum_of} tokens, but {', '.join(short)} (max_position_embeddings)"
 
 
 def _longest(config: OrchestratorConfig, name: str, section: Config) -> Iterator[tuple[str, int]]:

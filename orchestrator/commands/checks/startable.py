@@ -55,11 +55,17 @@ def unstartable(deployment: ServicesFile) -> Iterator[str]:
     yield from broken_tokenizers(deployment)
     yield from unlike_tokenizers(deployment)
     yield from unpackable(deployment)
+    # Facts have no length of the engine's own, and what follows from theirs is compared with all models at once.
+    told = (
+        deployment.orchestrator.longest_sequence[0]
+        if isinstance(deployment, Deployment) and deployment.facts
+        else None
+    )
     for placed in deployment.placed():
         name, section, gpus = placed.name, placed.section, placed.gpus
         where = f"applications.{name}"
         if isinstance(section, RolloutConfig):
-            yield from too_long_for_model(section, name)
+            yield from too_long_for_model(section, name, told)
             if gpus_of_replicas(deployment) == 0:
                 yield from unfit_heads(section, name)
             yield from _engine(deployment, section, f"{where}.args", gpus)

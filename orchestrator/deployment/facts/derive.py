@@ -166,12 +166,18 @@ class _Derivation:
         packing = self._facts.packing
         return (lambda: self._model_at(model, field).packs) if packing is None else packing
 
-    @cached_property
+    @property
     def _longest(self) -> int:
         """Longest sequence that all models take."""
-        folders = {self._facts.model: "model"} | ({self._reward_model: "reward"} if self._reward_model else {})
-        folders |= {self._critic_model: "critic"} if self._parsed.needs_critic and self._facts.critic else {}
-        return min(self._model_at(folder, field).longest for folder, field in folders.items())
+        return self._shortest[0]
+
+    @cached_property
+    def _shortest(self) -> tuple[int, str, str]:
+        """Longest sequence of the model that takes the shortest ones, its fact and its folder."""
+        models = {"model": self._facts.model} | ({"reward": self._reward_model} if self._reward_model else {})
+        models |= {"critic": self._facts.critic} if self._parsed.needs_critic and self._facts.critic else {}
+        lengths = ((self._model_at(folder, fact).longest, fact, folder) for fact, folder in models.items())
+        return min(lengths, key=lambda each: each[0])
 
     @cached_property
     def _response(self) -> int:
@@ -198,7 +204,28 @@ class _Derivation:
 
     @cached_property
     def _prompt(self) -> int:
-        return self._facts.prompts.max_prompt_length or min(PROMPT, max(1, self._longest - self._follows))
+        given, response = self._facts.prompts.max_prompt_length, self._facts.max_new_tokens
+        if given and response:
+            return given  # `quartet check` compares their sum with each model
+        prompt = given or min(PROMPT, max(1, self._longest - self._follows))
+        if prompt + self._follows > self._longest:
+            raise ConfigError(self._too_long(prompt))
+        return prompt
+
+    def _too_long(self, prompt: int) -> str:
+        """The problem of facts that make sequences longer than the models take."""
+        facts, conversation, (longest, model, folder) = self._facts, self._conversation, self._shortest
+        bound = conversation and conversation.max_tokens
+        given = {
+            "prompts.max_prompt_length": facts.prompts.max_prompt_length,
+            "max_new_tokens": None if bound else facts.max_new_tokens,
+            "environment.max_tokens" if facts.environment else "agent.max_tokens": bound,
+        }
+        return (
+            f"{' and '.join(fact for fact, value in given.items() if value) or model}: sequences would have "
+            f"{prompt + self._follows} tokens, {prompt} of them a prompt's, but {model} ({folder}) takes {longest}; "
+            "give less"
+        )
 
     @property
     def _memory_gib(self) -> float:

@@ -307,22 +307,13 @@ def test_lengths_must_fit_every_service_and_model(
     run(raw, "sampling")["max_new_tokens"] = 113
     args(raw, "rollout")["max_length"] = 129
     args(raw, "reward")["max_length"] = 128
-    too_long = f"takes {MAX_LENGTH} tokens (its max_position_embeddings)"
     refused(
         raw,
         tmp_path,
         f"applications.reward.args.max_length: 128, but {SUM} is 129",
-        *(
-            f"{field}: {path} {too_long}, but {SUM} is 129"
-            for field, path in (
-                ("orchestrator.policy.model", policy_folder),
-                ("applications.rollout.args.model", policy_folder),
-                ("applications.reward.args.scorer.model", reward_folder),
-                ("applications.reference.args.model", policy_folder),
-                ("applications.critic.args.model", reward_folder),
-            )
-        ),
-        f"applications.rollout.args.max_length: 129, but {policy_folder} {too_long}",
+        f"{SUM} is 129 tokens, but orchestrator.policy.model ({policy_folder}) takes {MAX_LENGTH}, "
+        f"applications.reward.args.scorer.model ({reward_folder}) takes {MAX_LENGTH} (max_position_embeddings)",
+        f"applications.rollout.args.max_length: 129, but {policy_folder} takes {MAX_LENGTH} tokens",
     )
     run(raw, "sampling")["max_new_tokens"] = 112
     args(raw, "rollout")["max_length"] = 128

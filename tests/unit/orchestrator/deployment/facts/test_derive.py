@@ -459,6 +459,43 @@ def test_checks_speak_of_facts(facts: dict[str, Any], tmp_path: Path) -> None:
     assert "prompts.max_prompt_length + max_new_tokens" not in text  # 28 + 100 fit the models' 128
 
 
+SECOND_TRY = {"kind": "examples.second_try:SecondTry"}
+
+
+@pytest.mark.parametrize(
+    ("change", "facts_named", "length"),
+    [
+        ({"max_new_tokens": 128}, "max_new_tokens", 129),
+        ({"prompts": {"max_prompt_length": 65}}, "prompts.max_prompt_length", 129),
+        ({"environment": SECOND_TRY, "max_new_tokens": 60}, "max_new_tokens", 181),
+        ({"environment": SECOND_TRY | {"max_tokens": 500}, "max_new_tokens": 9}, "environment.max_tokens", 501),
+        (
+            {"agent": {"kind": "examples.agent:solve", "max_tokens": 90}, "prompts": {"max_prompt_length": 70}},
+            *("prompts.max_prompt_length and agent.max_tokens", 160),
+        ),
+    ],
+)
+def test_lengths_beyond_the_models_are_told_once(
+    facts: dict[str, Any], change: dict[str, Any], facts_named: str, length: int, tmp_path: Path
+) -> None:
+    given = facts | change | {"prompts": {"path": facts["prompts"]} | change.get("prompts", {})}
+    [line] = complaints(given, tmp_path)
+    assert line.startswith(f"{facts_named}: sequences would have {length} tokens, ")
+    assert f"but model ({facts['model']}) takes 128; give less" in line
+
+
+def test_lengths_that_are_both_given_are_compared_with_all_models_in_one_line(
+    facts: dict[str, Any], tmp_path: Path
+) -> None:
+    given = facts | {"prompts": {"path": facts["prompts"], "max_prompt_length": 64}, "max_new_tokens": 65}
+    with pytest.raises(ConfigError) as caught:
+        preflight(loaded(given, tmp_path))
+    assert str(caught.value).splitlines() == [
+        f"prompts.max_prompt_length + max_new_tokens is 129 tokens, but model ({facts['model']}) takes 128, "
+        f"reward ({facts['reward']}) takes 128 (max_position_embeddings)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
