@@ -40,14 +40,15 @@ class Infos:
     """The critic's Info; None if the run has no critic."""
 
     @property
+    def by_service(self) -> dict[str, Any]:
+        """The Info of each service that the run uses, by the name of the service."""
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: info for name, info in every.items() if info is not None}
+
+    @property
     def models(self) -> dict[str, common_pb2.ModelInfo]:
         """The services' models, by the name of the service."""
-        models = {"rollout": self.rollout.model, "reward": self.reward.model}
-        if self.reference is not None:
-            models["reference"] = self.reference.model
-        if self.critic is not None:
-            models["critic"] = self.critic.model
-        return models
+        return {name: info.model for name, info in self.by_service.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from orchestrator.clients import Services, check_models, check_scores
 from orchestrator.commands.checks.agents import agent_of, await_door, sessions_of
 from orchestrator.commands.checks.fitting import ends_without_token
-from orchestrator.commands.checks.outdated import behind_its_code
+from orchestrator.commands.checks.outdated import behind_files_of_run
 from orchestrator.commands.checks.preflight import environment_of, evaluation_prompts, load_judges
 from orchestrator.commands.offline import OfflineRollout
 from orchestrator.commands.patience import patience_of, reached
@@ -145,7 +145,7 @@ async def evaluate_model(
         infos = await patience(partial(services.infos_of, taking_part))
         check_models({name: info.model for name, info in infos.items()}, tokenizer, config)
         check_scores(infos["reward"], config)
-        for line in behind_its_code(deployment, infos["reward"].identity):
+        for line in behind_files_of_run(deployment, infos):
             note(deployment.worded(line))
         if offline is not None:
             services = replace(services, rollout=offline)  # type: ignore[arg-type]

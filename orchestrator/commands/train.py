@@ -137,7 +137,7 @@ async def train(
             async with ending_halted(), sessions_of(deployment) as sessions:
                 infos = await described(services, deployment, patience)
                 check_compatible(infos, inputs.tokenizer, config)
-                for line in await in_thread(partial(outdated, deployment, infos.reward.identity), "services"):
+                for line in await in_thread(partial(outdated, deployment, infos), "services"):
                     log.note(deployment.worded(line))
                 await await_door(sessions)
                 with locked(run_dir, checkpoint_folder(config)), connected_ray():

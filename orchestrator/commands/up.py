@@ -1,6 +1,7 @@
 """`quartet up`: starts the services of a file on a local Ray head and waits until every model answers."""
 
 import asyncio
+import contextlib
 import os
 import shlex
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from quartet.config.base import ConfigError
 from quartet.security import credentials, local
 from quartet.security.credentials import VARIABLE as CREDENTIALS
 from quartet.security.port import on_loopback
-from quartet.wire.errors import Unavailable, from_rpc
+from quartet.wire.errors import ServiceError, Unavailable, from_rpc
+from services.reward.client import RewardClient
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
@@ -30,6 +32,8 @@ _MEANWHILE = (
     "if reward or reference come back with another model"
 )
 """Behaviour of a run while services restart."""
+DESCRIBED_S = 10
+"""Longest wait, in seconds, for scorers that are healthy to describe themselves."""
 
 
 def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
@@ -166,19 +170,28 @@ def _check_startable(deployment: ServicesFile) -> None:
 
 async def _ask_all(deployment: ServicesFile, say: Callable[[str], None], timeout_s: float) -> None:
     """Returns when each service of a run has described itself; without a run, when each application is healthy.
+    Names the models and functions whose files have changed since, as services that go on read none again.
 
     Raises:
         ConfigError: the port has TLS and the credentials have not, or the reverse.
         Unavailable: services do not answer within `timeout_s`.
     """
     # Imported here because it loads torch, as above.
-    from orchestrator.commands.checks.outdated import behind_its_code
+    from orchestrator.commands.checks.outdated import behind_files, behind_files_of_run
     from orchestrator.commands.patience import NOTE_EVERY_S, Patience
 
     patience = Patience(timeout_s, NOTE_EVERY_S, say, "--timeout-s")
     if not isinstance(deployment, Deployment):
         async with credentials.connect(deployment.target) as channel:
             await patience(partial(_healthy, deployment, channel))
+            with contextlib.suppress(ServiceError):
+                scorers = {
+                    name: await RewardClient(channel, name).scorers(DESCRIBED_S)
+                    for name, section in deployment.services.items()
+                    if isinstance(section, RewardConfig)
+                }
+                for line in behind_files(deployment, scorers, {}):
+                    say(line)
         return
     config = deployment.orchestrator
     services = Services.connect(config)
@@ -194,7 +207,7 @@ async def _ask_all(deployment: ServicesFile, say: Callable[[str], None], timeout
         infos = await patience(ask)
     finally:
         await services.close()
-    for line in behind_its_code(deployment, infos.reward.identity):
+    for line in behind_files_of_run(deployment, infos.by_service):
         say(line)
 
 

@@ -70,7 +70,7 @@ def changes(running: Mapping[str, Any], wanted: Sequence[Application]) -> list[C
 
 def differing(running: Mapping[str, Any], wanted: Sequence[Application]) -> dict[str, list[str]]:
     """Name of each application that runs otherwise than its section says -> the keys for which Serve would replace
-    its replicas. Arguments as of `changes`."""
+    its replicas, or have another number of them. Arguments as of `changes`."""
     # Imported here because it loads Ray Serve, which takes seconds.
     from quartet.config.restarts import restarting
 
@@ -78,7 +78,12 @@ def differing(running: Mapping[str, Any], wanted: Sequence[Application]) -> dict
     for section in wanted:
         name = str(section.get("name"))
         if deployed := running.get(name, {}).get("deployed_app_config"):
-            found[name] = restarting(deployed, scalable(section))
+            bounded = scalable(section)
+            given = {entry.get("name"): entry for entry in section.get("deployments") or []}
+            found[name] = restarting(deployed, bounded)
+            for each in _scaled(deployed, bounded):
+                key = "autoscaling_config" if "autoscaling_config" in given.get(each, {}) else "num_replicas"
+                found[name].append(f"deployments.{each}.{key}")
     return {name: keys for name, keys in found.items() if keys}
 
 
@@ -115,12 +120,9 @@ def _changes(name: str, described: Mapping[str, Any], deployed: Application, sec
     if keys:
         replicas = _replicas(described, moved(keys))
         return [Change(f"{name}: {replicas} will be restarted, because of {', '.join(keys)}", restarts=True)]
-    before, after = _bounds(deployed), _bounds(section)
-    if scaled := [each for each in after if before.get(each, _counted(1)) != after[each]]:
-        said = [
-            f"{f'{each} ' if len(after) > 1 else ''}from {before.get(each, _counted(1))} to {after[each]}"
-            for each in scaled
-        ]
+    if scaled := _scaled(deployed, section):
+        several = len(section["deployments"]) > 1
+        said = [f"{f'{each} ' if several else ''}from {was} to {becomes}" for each, (was, becomes) in scaled.items()]
         return [Change(f"{name}: {', '.join(said)}; those that stay are not restarted", restarts=False)]
     # What the deployed section does not set has Serve's default, as in the new one.
     if any(deployed.get(key) != value for key, value in section.items() if key in deployed or value):
@@ -135,6 +137,16 @@ def _replicas(described: Mapping[str, Any], only: Collection[str] = ()) -> str:
     count = sum(len(each.get("replicas") or []) for name, each in deployments.items() if not only or name in only)
     whose = f"{' and '.join(only)}: " if only else ""
     return f"{whose}its {_counted(count)}" if count else f"{whose}its replicas, which are not up yet,"
+
+
+def _scaled(deployed: Application, section: Application) -> dict[str, tuple[str, str]]:
+    """Name of each deployment of which the section asks for another number of replicas -> that before and now."""
+    before, one = _bounds(deployed), _counted(1)
+    return {
+        name: (before.get(name, one), after)
+        for name, after in _bounds(section).items()
+        if before.get(name, one) != after
+    }
 
 
 def _bounds(section: Application) -> dict[str, str]:

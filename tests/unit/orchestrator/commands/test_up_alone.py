@@ -18,10 +18,12 @@ from orchestrator.deployment import cluster
 from orchestrator.deployment.facts.render import render
 from orchestrator.deployment.file import ServicesFile, load_file
 from orchestrator.deployment.listeners import PortError
+from protos import reward_pb2, reward_pb2_grpc
 from quartet.config.base import ConfigError
 from quartet.security.credentials import VARIABLE
 from quartet.security.port import HOST_VARIABLE, POLICY_VARIABLE
 from quartet.wire.errors import Unavailable
+from services.reward.kinds import FunctionScorerConfig
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -116,6 +118,33 @@ async def test_an_application_that_is_not_healthy_yet_is_waited_for(server: Any,
     await up._ask_all(await served(server, health, tmp_path), said.append, 20)
     assert health.asked == ["reward"] * 3
     assert "reward.Check: its model does not work; the services' logs say why" in said[0]
+
+
+class Scorer(reward_pb2_grpc.RewardServicer):  # type: ignore[misc]
+    """A reward application with the scorer of `served`, read when its module was as `digest` says."""
+
+    def __init__(self, digest: str) -> None:
+        self._digest = digest
+
+    async def Info(self, request: Any, context: Any) -> Any:
+        identity = reward_pb2.ScorerIdentity(name="function:tests.scorers:count", model_hash=self._digest)
+        return reward_pb2.RewardInfo(scorers=[reward_pb2.ScorerInfo(name="rules", identity=identity)])
+
+
+OWN = FunctionScorerConfig(kind="function", function="tests.scorers:count").code_hash("scorer")
+
+
+@pytest.mark.parametrize(("digest", "told"), [(OWN, 0), ("another", 1)])
+async def test_a_scorer_that_goes_on_with_the_code_of_before_is_named(
+    server: Any, tmp_path: Path, digest: str, told: int
+) -> None:
+    said = list[str]()
+    reward_pb2_grpc.add_RewardServicer_to_server(Scorer(digest), server)  # type: ignore[no-untyped-call]
+    file = await served(server, Health(after=0), tmp_path)
+    await up._ask_all(file, lambda text: said.append(file.worded(text)), 20)
+    assert [line.partition(" since ")[0] for line in said] == [
+        "scorers.rules.function: tests.scorers:count has changed"
+    ] * told
 
 
 async def test_one_that_stays_so_ends_the_wait(server: Any, tmp_path: Path) -> None:
