@@ -31,8 +31,9 @@ class DaemonThread(Executor):
         self._waiting: _Waiting = SimpleQueue()
         self._calls: set[Future[Any]] = set()
         self._ended = False
-        # It knows only the queue, so that an executor to which nothing refers ends its thread.
-        self._thread = threading.Thread(target=_work, args=(self._waiting,), name=name, daemon=True)
+        self._turn = _Turn()
+        # It does not know the executor, so that one to which nothing refers ends its thread.
+        self._thread = threading.Thread(target=_work, args=(self._waiting, self._turn), name=name, daemon=True)
         self._thread.start()
         _living.add(self)
         atexit.unregister(_leave)
@@ -67,7 +68,7 @@ class DaemonThread(Executor):
         self._ended = True
         if cancel_futures:
             # One of them may be out of the queue already, and not have begun: the queue gives a call to a thread that
-            # waits at once, from Python 3.13 on. An interruption would then end the thread, and the call have no end.
+            # waits at once, from Python 3.13 on.
             for future in tuple(self._calls):
                 future.cancel()
             with contextlib.suppress(Empty):
@@ -76,10 +77,9 @@ class DaemonThread(Executor):
         self._waiting.put(None)
 
     def interrupt(self) -> None:
-        """Raises SystemExit in the call that runs, when it is in Python again; a call into a library goes on until
-        then."""
-        if self.busy and (thread := self._thread.ident) is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+        """Raises SystemExit in the call that runs, once, when it is in Python again; a call into a library goes on
+        until then."""
+        self._turn.interrupt(self._thread.ident)
 
     def join(self, timeout_s: float) -> None:
         """Waits for the end of the thread, for `timeout_s` at most."""
@@ -97,14 +97,47 @@ async def in_thread(work: Callable[[], Result], name: str) -> Result:
     return await result
 
 
-def _work(waiting: _Waiting) -> None:
+class _Turn:
+    """The call that a thread makes, and that another thread may interrupt. What the thread does between two calls is
+    not interrupted: the thread would end, or a call have no result."""
+
+    def __init__(self) -> None:
+        self._lock, self._open = threading.Lock(), False
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._open = True
+
+    def end(self) -> None:
+        """The call has ended; an interruption that is on its way comes no more, or in here."""
+        with self._lock:
+            self._open = False
+        _raise_in(threading.get_ident(), None)
+
+    def interrupt(self, thread: int | None) -> None:
+        """Raises SystemExit in the call, if there is one and it was not interrupted before."""
+        with self._lock:
+            if self._open and thread is not None:
+                self._open = False
+                _raise_in(thread, SystemExit)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Has the thread raise an error when it is in Python again, in place of one that it has not raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)
+
+
+def _work(waiting: _Waiting, turn: _Turn) -> None:
     while (call := waiting.get()) is not None:
         future, function = call
         del call
         if future.set_running_or_notify_cancel():
             try:
+                turn.begin()
                 result = function()
+                turn.end()
             except BaseException as error:
+                turn.end()  # not interrupted again, so that it is made to its end here
                 plain = isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError)
                 future.set_exception(error if plain else RuntimeError(repr(error)))
             else:

@@ -45,6 +45,57 @@ def test_a_call_that_a_waiting_thread_was_given_just_now_is_cancelled() -> None:
         sys.setswitchinterval(interval)
 
 
+def test_a_call_that_has_not_begun_is_not_interrupted() -> None:
+    """The thread has the call and has not run since."""
+    thread, interval = DaemonThread("ours"), sys.getswitchinterval()
+    thread.submit(int).result(60)
+    time.sleep(0.1)  # it waits for the next one
+    sys.setswitchinterval(10)
+    try:
+        given = thread.submit(int, "7")
+        thread.interrupt()
+    finally:
+        sys.setswitchinterval(interval)
+    assert given.result(10) == 7
+    assert thread.submit(int, "8").result(10) == 8
+
+
+def test_whenever_it_is_interrupted_every_call_ends() -> None:
+    thread, interval = DaemonThread("ours"), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    ended = []
+    try:
+        for _ in range(2000):
+            given = thread.submit(sum, range(20))
+            for _ in range(3):
+                thread.interrupt()
+            ended.append(given.exception(10))
+    finally:
+        sys.setswitchinterval(interval)
+    assert {repr(error) for error in ended} <= {"None", "RuntimeError('SystemExit()')"}
+    assert thread.submit(int, "7").result(10) == 7
+
+
+def test_a_call_that_runs_is_interrupted_once() -> None:
+    thread, begun, left = DaemonThread("ours"), threading.Event(), threading.Event()
+
+    def works() -> str:
+        try:
+            begun.set()
+            while True:
+                time.sleep(0.001)
+        except SystemExit:
+            left.wait(10)
+            return "left"
+
+    given = thread.submit(works)
+    begun.wait(10)
+    thread.interrupt()
+    thread.interrupt()
+    left.set()
+    assert given.result(10) == "left"
+
+
 async def test_calls_take_turns_in_one_thread() -> None:
     thread, gate = DaemonThread("ours"), threading.Event()
     first, second = call(thread, gate.wait), call(thread, threading.get_ident)
