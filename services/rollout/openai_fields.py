@@ -87,6 +87,7 @@ _FLAGS = frozenset(
 )
 _OTHER_FLAGS = frozenset({"echo", "return_token_strs", "parallel_tool_calls", "detokenize", "remove"})
 _TEMPLATE_FLAGS = frozenset({"add_generation_prompt", "continue_final_message"})
+_ALL_FLAGS = _FLAGS | _OTHER_FLAGS | _TEMPLATE_FLAGS
 _SAMPLING = (
     frozenset({*_NUMBERS, "n", "seed", "top_k", "max_tokens", "min_tokens", "stop", "stop_token_ids"}) | _FLAGS
 )
@@ -261,8 +262,8 @@ def of_session(given: Mapping[str, Any], terms: Terms, turn: int) -> dict[str, A
 
 
 def _check_numbers(given: Mapping[str, Any], *, of_chat: bool = False) -> None:
-    for name in (_FLAGS | _TEMPLATE_FLAGS | _OTHER_FLAGS) & given.keys():
-        if not isinstance(given[name], bool):
+    for name, value in given.items():
+        if name in _ALL_FLAGS and not isinstance(value, bool):
             raise InvalidArgument(f"{name}: should be true or false")
     if "logprobs" in given and not (of_chat and isinstance(given["logprobs"], bool)):
         _check_number("logprobs", given["logprobs"], 0, MOST_LIKELIEST, whole=True)

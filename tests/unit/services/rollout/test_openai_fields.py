@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -216,6 +217,12 @@ def test_messages_of_text_and_of_a_clients_own_answers_are_taken() -> None:
     found = {"role": "tool", "content": "w7", "tool_call_id": "c"}
     given = {"messages": [MESSAGE, parts, answer, calls, found, {"role": "assistant", "tool_calls": []}]}
     assert read(json.dumps(given).encode(), CHAT) == given
+
+
+def test_of_several_wrong_fields_the_first_is_named() -> None:
+    """Sets of texts have another order in each process."""
+    for first, second in permutations(("echo", "stream", "ignore_eos", "skip_special_tokens"), 2):
+        assert refused({"prompt": "a", first: 5, second: 5}, TEXT) == f"{first}: should be true or false"
 
 
 ARGUMENTS = "messages[0].tool_calls[0].function.arguments: "
