@@ -33,6 +33,12 @@ def strict_json(text: str | bytes, **options: Any) -> Any:
     return json.loads(text, parse_float=_finite, parse_constant=not_a_number, **options)
 
 
+def whole_characters(text: str) -> str:
+    """The text with a question mark in place of each half of a surrogate pair, which JSON's escapes can write, but no
+    UTF-8 can hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):

@@ -9,7 +9,7 @@ import numpy as np
 
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.json_bounds import check_bounds
-from quartet.wire.json_object import strict_json
+from quartet.wire.json_object import strict_json, whole_characters
 from services.rollout.sessions import NOTHING, Begun
 
 MOST_PARTS = 4096
@@ -45,14 +45,14 @@ def essence(message: Mapping[str, Any]) -> list[Any]:
 
 
 def object_of(arguments: str) -> dict[str, Any]:
-    """A call's arguments; an empty object where a model wrote what no client could read and send back: no JSON, no
-    object, numbers or characters that JSON does not have, or more levels than a request may have. vLLM too reads
-    an empty object where it can read none."""
+    """A call's arguments, with halves of characters replaced; an empty object where a model wrote what no client
+    could read and send back: no JSON, no object, numbers that JSON does not have, or more levels than a request may
+    have. vLLM too reads an empty object where it can read none."""
     try:
-        check_bounds(arguments.encode())
-        read = strict_json(arguments)
-        json.dumps(read, ensure_ascii=False).encode()
-    except (ValueError, InvalidArgument):  # half of a surrogate pair is a UnicodeEncodeError
+        text = whole_characters(arguments)
+        check_bounds(text.encode())
+        read = json.loads(whole_characters(json.dumps(strict_json(text), ensure_ascii=False)))
+    except (ValueError, InvalidArgument):
         return {}
     return read if isinstance(read, dict) else {}
 

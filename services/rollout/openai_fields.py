@@ -13,7 +13,7 @@ from quartet.trajectory import LARGEST_REWARD
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.json_bounds import MOST_ELEMENTS, check_bounds
-from quartet.wire.json_object import json_object
+from quartet.wire.json_object import json_object, whole_characters
 from services.rollout.sample import COLDEST, HOTTEST, MOST_STOPS, seed_of_turn
 from services.rollout.session_terms import LONGEST_KEPT_S, Terms
 from services.rollout.sessions import LONGEST_TASK
@@ -374,7 +374,8 @@ def _check_messages(messages: Any, most: int) -> None:
 
 
 def _check_calls(calls: Any, where: str) -> int:
-    """Returns the number of elements in the arguments, which are JSON that vLLM parses."""
+    """Returns the number of elements in the arguments, which are JSON that vLLM parses, and mends their halves of
+    characters."""
     if not isinstance(calls, list) or len(calls) > MOST_TOOLS:
         raise InvalidArgument(f"{where}.tool_calls: should be a list of {MOST_TOOLS} calls at most")
     elements = 0
@@ -390,23 +391,27 @@ def _check_calls(calls: Any, where: str) -> int:
                 f'{where}.tool_calls[{index}]: should be {{"id": ..., "type": "function", "function": {{"name": ..., '
                 '"arguments": ...}}, with texts'
             )
-        elements += _check_arguments(function["arguments"], f"{where}.tool_calls[{index}].function.arguments")
+        named = f"{where}.tool_calls[{index}].function.arguments"
+        count, function["arguments"] = _read_arguments(function["arguments"], named)
+        elements += count
     return elements
 
 
-def _check_arguments(text: str, where: str) -> int:
-    """Text that is not JSON is vLLM's to judge: it reads an empty object where a model wrote such."""
+def _read_arguments(text: str, where: str) -> tuple[int, str]:
+    """The number of elements in a call's arguments, and the text, with question marks in place of halves of
+    characters, which a stream told as a model wrote them. Text that is not JSON is vLLM's to judge: it reads an empty
+    object where a model wrote such."""
     try:
         elements = check_bounds(text.encode())
         with contextlib.suppress(json.JSONDecodeError):
-            json.dumps(json.loads(text), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InvalidArgument(f"{where}: half of a surrogate pair, which is no character") from None
+            said = json.dumps(json.loads(text), ensure_ascii=False)
+            if (whole := whole_characters(said)) != said:
+                text = whole
     except ValueError as error:  # a number with too many digits, which vLLM cannot read either
         raise InvalidArgument(f"{where}: {str(error)[:200]}") from None
     except InvalidArgument as error:
         raise InvalidArgument(f"{where}: {str(error).replace('the body', 'the text')}") from None
-    return elements
+    return elements, text
 
 
 def _check_own_tokens(message: Mapping[str, Any], name: str, where: str, most: int) -> None:

@@ -38,14 +38,15 @@ Answers = Callable[[str, bytes, Share, OpenSession | None], Awaitable[Response]]
 class Messages:
     """Answers requests of one replica."""
 
-    def __init__(self, serving: AnthropicServingMessages, answer: Answers, reading: InTurn) -> None:
-        """`serving` converts answers, `answer` gives them, and `reading` has one body read at a time."""
-        self._serving, self._chat, self._reading = serving, answer, reading
+    def __init__(self, serving: AnthropicServingMessages, answer: Answers, reading: InTurn, tokenizer: Any) -> None:
+        """`serving` converts answers, `answer` gives them, `reading` has one body read at a time, and `tokenizer` has
+        the chat template."""
+        self._serving, self._chat, self._reading, self._tokenizer = serving, answer, reading, tokenizer
 
     async def answer(self, path: str, body: bytes, share: Share, session: OpenSession | None) -> Response:
         """Answers a request for a message, or for the number of tokens of its prompt; errors in Anthropic's form."""
         try:
-            asked = await self._reading.do(partial(_as_chat, body, path), len(body))
+            asked = await self._reading.do(partial(_as_chat, body, path, self._tokenizer), len(body))
             reply = await self._chat(_TOKENIZE if path == COUNT else _CHAT, asked, share, session)
         except ServiceError as error:
             reply = refused(error, path)
@@ -110,7 +111,7 @@ class Messages:
             yield _event("error", _error(status, failed["message"]))
 
 
-def _as_chat(body: bytes, path: str) -> bytes:
+def _as_chat(body: bytes, path: str, tokenizer: Any) -> bytes:
     """The request as one of OpenAI's protocol. InvalidArgument names the field that is wrong."""
     given = {name: value for name, value in json_object(body).items() if value is not None}
     check_names(given, FIELDS[path], path)
@@ -126,7 +127,10 @@ def _as_chat(body: bytes, path: str) -> bytes:
         fields = {name: given[name] for name in given.keys() - WITHOUT_EFFECT}
         request = kind.model_validate(fields if named else {**fields, "model": "any"})  # its class wants a name
         _check_content(request)
-        chat: Any = AnthropicServingMessages.to_chat_completion_request(request)
+        later = any(message.role == "system" for message in request.messages)
+        chat: Any = AnthropicServingMessages.to_chat_completion_request(
+            request, merge_inline_system=later and not _takes_later_system(tokenizer)
+        )
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidArgument(f"{'.'.join(map(str, first['loc']))}: {first['msg'][:300]}") from None
@@ -140,6 +144,17 @@ def _as_chat(body: bytes, path: str) -> bytes:
     if path == COUNT:
         made = {name: made[name] for name in ("model", "messages", "tools") if name in made}
     return json.dumps(made, ensure_ascii=False).encode()  # no longer than the body that came, which is bounded
+
+
+def _takes_later_system(tokenizer: Any) -> bool:
+    """True if the chat template takes a system message that does not lead, as Anthropic's protocol has them."""
+    roles = ("system", "user", "system", "user")
+    try:
+        said = [{"role": role, "content": "a"} for role in roles]
+        tokenizer.apply_chat_template(said, chat_template=tokenizer.get_chat_template(), tokenize=False)
+    except Exception:  # a template raises what it likes
+        return False
+    return True
 
 
 def _check_content(request: Any) -> None:

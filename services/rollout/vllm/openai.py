@@ -126,7 +126,7 @@ class VLLMCompletions:
         self._tokens = ServingTokenization(
             self._models, renderer, chat_template=None, chat_template_content_format="auto"
         )
-        self._messages = Messages(messages, self.answer, self._reading)
+        self._messages = Messages(messages, self.answer, self._reading, llm.renderer.get_tokenizer())
         self._routes: dict[str, tuple[Any, Callable[..., Any]]] = {
             "/v1/completions": (CompletionRequest, completion.create_completion),
             _CHAT: (ChatCompletionRequest, chat.create_chat_completion),

@@ -22,6 +22,7 @@ from quartet.serving.slots import Running
 from quartet.trajectory import Segment
 from quartet.wire.errors import InvalidArgument, ServiceError, Unavailable
 from quartet.wire.http_errors import HttpError, http_error
+from quartet.wire.json_object import whole_characters
 from services.rollout.histories import Told, answered
 from services.rollout.http import Served
 from services.rollout.interface import check_least
@@ -430,11 +431,11 @@ def _name_tokens(logprobs: Any) -> None:
 
 
 def _write_characters(message: dict[str, Any]) -> None:
-    """Replaces halves of characters in the arguments of a whole answer's calls: a model can write them, by JSON's
-    escapes, but no answer can be sent with them, nor a request give them back."""
+    """Replaces halves of characters in a whole answer's calls, with which no answer can be sent. A stream sends the
+    escapes by which a model wrote them, and a request may give these back."""
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        function["arguments"] = function["arguments"].encode("utf-8", "replace").decode()
+        function |= {name: whole_characters(function[name]) for name in ("name", "arguments")}
 
 
 async def _all(

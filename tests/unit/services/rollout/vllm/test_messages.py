@@ -15,6 +15,7 @@ from quartet.wire.callers import Purpose
 from services.rollout.session_holder import OpenSession
 from services.rollout.vllm import messages
 from services.rollout.vllm.messages import Messages
+from tests.models import make_tokenizer
 
 PATH = "/v1/messages"
 ASKED = {"model": "mine", "messages": [{"role": "user", "content": "w5"}], "max_tokens": 2, "stream": True}
@@ -55,8 +56,9 @@ async def streamed(*chunks: Any) -> list[dict[str, Any]]:
         pass
 
     serving: Any = Converting()
+    tokenizer: Any = make_tokenizer()
     me = Share("me", Purpose.FOREIGN, "declared")
-    reply = await Messages(serving, answer, InTurn()).answer(PATH, json.dumps(ASKED).encode(), me, None)
+    reply = await Messages(serving, answer, InTurn(), tokenizer).answer(PATH, json.dumps(ASKED).encode(), me, None)
     assert isinstance(reply, Streamed)
     return [json.loads(part.decode().partition("\ndata: ")[2]) async for part in reply.parts]
 

@@ -32,7 +32,7 @@ from quartet.serving.slots import EngineSlots
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidArgument, LeaseLost, NotFound, ResourceExhausted, ServiceError, Unavailable
 from services.rollout.config import RolloutConfig
-from services.rollout.histories import digests
+from services.rollout.histories import Told, digests
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
 from services.rollout.sample import seed_of_turn
@@ -819,14 +819,32 @@ async def test_calls_of_tools_are_found_by_vllms_parser_and_their_answers_go_on(
         await talking.ask(CHAT, messages=[USER], tools=[TOOL], tool_choice="required", max_tokens=1)
 
 
-async def test_half_of_a_character_in_a_call_is_no_failure(talking: Replica) -> None:
-    talking.llm.say = '<tool_call>{{"name": "look", "arguments": {{"at": "\\ud800 w{}"}}}}</tool_call>'
-    got = await talking.ask(CHAT, "s", messages=[USER], tools=[TOOL], max_tokens=1)
-    called = got.json["choices"][0]["message"]
-    assert json.loads(called["tool_calls"][0]["function"]["arguments"]) == {"at": "? w10"}
+HALF = '<tool_call>{{"name": "look", "arguments": {{"at": "\\ud800 w{}"}}}}</tool_call>'
+"""A call that holds half of a character."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_of_a_character_in_a_call_is_no_failure(talking: Replica, stream: bool) -> None:
+    talking.llm.say = HALF
+    got = await talking.ask(CHAT, "s", messages=[USER], tools=[TOOL], max_tokens=1, stream=stream)
+    called = got.json["choices"][0]["message"] if not stream else put_together(got)
+    told = json.loads(called["tool_calls"][0]["function"]["arguments"])
+    assert told == {"at": "\ud800 w10" if stream else "? w10"}
     history = [USER, called, {"role": "tool", "content": "w7"}]
     again = await talking.ask(CHAT, "s", messages=history, tools=[TOOL], max_tokens=1)
     assert again.json["session"]["forks"] == 0
+    # Outside of the session the call is rendered.
+    assert (await talking.ask(CHAT, messages=history, tools=[TOOL], max_tokens=1)).status == 200
+
+
+def put_together(got: Answer) -> dict[str, Any]:
+    """The message of a stream, as a client has it."""
+    told = Told()
+    for event in got.events:
+        for choice in event.get("choices", ()):
+            told.add(choice["delta"])
+    [call] = told.message["tool_calls"]
+    return {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", **call}]}
 
 
 async def test_a_prompt_is_scored_without_a_response(replica: Replica) -> None:
@@ -1095,6 +1113,42 @@ async def test_a_call_whose_arguments_cannot_be_sent_back_has_an_empty_input(
     history = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     again = await talking.ask(MESSAGES, "s", model="mine", tools=tools, messages=history, max_tokens=1)
     assert again.json["session"]["forks"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_input_of_anthropics_protocol_has_whole_characters(talking: Replica, stream: bool) -> None:
+    talking.llm.say = HALF
+    asked: dict[str, Any] = {"model": "mine", "tools": [{"name": "look", "input_schema": {"type": "object"}}]}
+    got = await talking.ask(MESSAGES, "s", **asked, messages=[USER], max_tokens=1, stream=stream)
+    [call] = blocks(got, stream)
+    assert call["input"] == {"at": "? w10"}
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "w7"}
+    history = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    again = await talking.ask(MESSAGES, "s", **asked, messages=history, max_tokens=1)
+    assert again.json["session"]["forks"] == 0
+
+
+LEADS = "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}{{ raise_exception('leads') }}"
+"""Beginning of a template that takes a system message at the beginning alone."""
+
+
+@pytest.mark.parametrize(
+    ("before", "rendered"),
+    [
+        ("", [4, EOS, 8, 9, EOS, 7, EOS, 6, EOS, 5]),
+        (LEADS + "{% endif %}{% endfor %}", [4, 7, EOS, 8, 9, EOS, 6, EOS, 5]),
+    ],
+    ids=["anywhere", "first"],
+)
+async def test_a_later_system_message_stays_where_it_is_unless_the_template_refuses_it(
+    talking: Replica, monkeypatch: pytest.MonkeyPatch, before: str, rendered: list[int]
+) -> None:
+    monkeypatch.setattr(talking.llm.renderer.tokenizer, "chat_template", before + TEMPLATE)
+    later = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w6"}]
+    asked: dict[str, Any] = {"model": "mine", "system": "w4 ", "messages": [USER, *later]}
+    assert (await talking.ask(MESSAGES, **asked, max_tokens=1)).status == 200
+    assert talking.prompts() == [rendered]
+    assert (await talking.ask(COUNT, **asked)).json == {"input_tokens": len(rendered)}
 
 
 async def test_a_request_of_anthropics_may_have_as_many_ends_and_tools_and_no_model(talking: Replica) -> None:
