@@ -13,16 +13,6 @@ from orchestrator.loop.identities import PartIdentity
 from quartet.config.base import Config
 
 
-class Seen(Config):
-    """The responses to one prompt that got a score. Discarded ones count too, also the siblings of one without a
-    score: each tells how hard the prompt is, whatever became of its group."""
-
-    responses: int = 0
-    """Number of them."""
-    total: float = 0.0
-    """Sum of their scores."""
-
-
 class TrainState(Config):
     """The loop's state after `step` steps. Together with the learners it determines the next step: prompts and
     seeds follow from the configuration and the number of samples used.
@@ -32,7 +22,7 @@ class TrainState(Config):
         first_version 7, first_critic_step 4:  at step 3 the policy's version is 10, the critic's step 7
     """
 
-    format: Literal[5] = 5
+    format: Literal[6] = 6
     """Version of a checkpoint's format; raised when its files change."""
     step: int
     """Number of PPO steps done."""
@@ -55,8 +45,8 @@ class TrainState(Config):
     """Samples trained on since the run began, each once."""
     samples_discarded: int = 0
     """Samples discarded since the run began, as the algorithm did not admit their groups."""
-    prompts: dict[int, Seen] = Field(default_factory=dict)
-    """Row of a prompt -> what the run has seen of it so far."""
+    prompts_seen: frozenset[int] = frozenset()
+    """Rows of the prompts of which a response got a score so far, whatever became of its group."""
     used_beyond: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """Numbers of those samples that were trained on or discarded before one of a lower number, ascending; at most as
     many as may be sampled ahead. All samples numbered below `samples_used` + `samples_discarded` minus the count of
@@ -102,17 +92,8 @@ class TrainState(Config):
                 "samples_asked": self.samples_asked + asked,
                 "samples_used": self.samples_used + len(used) - discarded,
                 "samples_discarded": self.samples_discarded + discarded,
-                "prompts": self._seen(used),
+                "prompts_seen": self.prompts_seen.union(each.row for each in used if not math.isnan(each.score)),
                 "used_beyond": tuple(sorted(self.used.plus(each.number for each in used).beyond)),
                 "skipped_in_a_row": skipped_in_a_row,
             }
         )
-
-    def _seen(self, used: Sequence[Scored]) -> dict[int, Seen]:
-        seen = dict(self.prompts)
-        for each in used:
-            if math.isnan(each.score):
-                continue
-            before = seen.get(each.row, Seen())
-            seen[each.row] = Seen(responses=before.responses + 1, total=before.total + each.score)
-        return seen

@@ -69,7 +69,7 @@ def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[s
         "samples/tokens_kept": int(kept.sum()),
         "samples/used": done.samples_used - before.samples_used,
         "samples/used_total": done.samples_used,
-        "prompts/seen": len(done.prompts),
+        "prompts/seen": len(done.prompts_seen),
         "policy/version": done.policy_version,
         "policy/staleness": before.policy_version - oldest,
     }

@@ -76,7 +76,7 @@ def test_a_run_drops_what_has_no_score_and_its_ledger_is_exact(quartet: Quartet,
     assert "has no score: failed: tests.scorers:spotty raised ValueError in line" in said
     last = latest(run.folder / "checkpoints")
     assert last is not None
-    assert not last.state.prompts.keys() & LABELS.keys()
+    assert not last.state.prompts_seen & LABELS.keys()
 
 
 def test_a_run_that_drops_none_ends_with_the_prompt_the_outcome_and_the_reason(

@@ -55,10 +55,6 @@ async def test_the_sum_is_trained_on_and_each_name_is_measured(policy_folder: Pa
         assert returns == pytest.approx(np.clip(expected, -10, 10), abs=1e-5)
         kept = made.experience.kept[step].columns
         assert sorted(kept["score"].tolist()) == pytest.approx(sorted([10 * weight - 2, 11 * weight - 4]))
-        seen = made.checkpoints.states[step].prompts
-        assert sum(each.responses for each in seen.values()) == 2 * step
-    ledger = made.checkpoints.states[-1].prompts
-    assert sum(each.total for each in ledger.values()) == pytest.approx(21 * (0.5 + 1 + 1.5) - 18)
 
 
 async def test_one_name_is_the_run_without_names_bit_for_bit(policy_folder: Path) -> None:

@@ -123,10 +123,10 @@ def dropping(folder: Path, problem: Callable[[int, int], Unscored | None], **sec
 
 
 async def test_a_group_with_a_response_that_has_no_score_is_dropped_whole(policy_folder: Path) -> None:
-    """The second response to each prompt of an even row has no score: the ledger counts the first."""
+    """The second response to each prompt of an even row has no score: by the first the prompt was seen."""
     made = dropping(policy_folder, lambda row, before: failed() if row % 2 == 0 and before % 2 else None)
     await made.run()
-    used, last = [], made.checkpoints.states[-1]
+    used, seen, last = [], set[int](), made.checkpoints.states[-1]
     for step, line in made.log.lines.items():
         batch = made.experience.kept[step]
         assert all(prompt.row % 2 for prompt in batch.prompts)
@@ -138,15 +138,14 @@ async def test_a_group_with_a_response_that_has_no_score_is_dropped_whole(policy
         assert line["samples/asked"] == 4 + len(batch.discarded)
         assert all(math.isfinite(value) for value in line.values())
         used += batch.numbers
+        seen |= {prompt.row for prompt in batch.prompts} | {
+            each.row for each in batch.discarded if each not in unscored
+        }
+        assert line["prompts/seen"] == len(seen)
     assert sorted(used) == list(range(len(used)))
     assert last.used.below == len(used)
-    # Nothing counts of a response without a score; its sibling, which was scored, does.
-    assert {row: each.responses for row, each in last.prompts.items() if row % 2 == 0} == {
-        row: 1 for row in last.prompts if row % 2 == 0
-    }
-    assert {row: each.total / each.responses for row, each in last.prompts.items()} == {
-        row: 10 + row for row in last.prompts
-    }
+    assert last.prompts_seen == seen
+    assert {row % 2 for row in seen} == {0, 1}
 
 
 async def test_what_is_dropped_is_the_same_after_a_restart(policy_folder: Path) -> None:
