@@ -65,9 +65,14 @@ def batcher(made: FunctionScorer) -> Batcher[EncodedPair, Result]:
     return Batcher(made.score, batch_tokens=1000, batch_s=math.inf, passes=made.passes, patience_s=made.patience_s)
 
 
+def section(settings: dict[str, Any]) -> Any:
+    """The section with these settings."""
+    return TypeAdapter[Any](ScorerConfig).validate_json(json.dumps(settings))
+
+
 def make(settings: dict[str, Any]) -> FunctionScorer:
     """The scorer of a section."""
-    return FunctionScorer(TypeAdapter[Any](ScorerConfig).validate_json(json.dumps(settings)))
+    return FunctionScorer(section(settings))
 
 
 def ask(made: FunctionScorer, *pairs: Pair) -> Call:

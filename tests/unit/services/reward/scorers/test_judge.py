@@ -1,19 +1,26 @@
 """A judge behind an endpoint of OpenAI's protocol: a small server on loopback that does what a response says."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quartet.config.base import ConfigError
+from quartet.wire import backoff
+from quartet.wire.backoff import LONGEST_PAUSE_S
+from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.scorers.function import FunctionScorer
+from services.reward.scorers.kinds.judge import Judge
 from tests.unit.openai_endpoint import Asked, Reply, chat, serving
-from tests.unit.scorer_calls import ask, make
+from tests.unit.scorer_calls import ask, make, section
+from tests.unit.virtual_time import VirtualLoop
 
 SAYS = {
     "large": "Score: 7" * (1 << 18),
@@ -100,8 +107,11 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def judge(endpoint: Endpoint, **fields: Any) -> FunctionScorer:
-    settings = {"kind": "judge", "url": endpoint.url, "model": "big", "rubric": "Be fair.", "lowest": -5.0} | fields
-    return make(settings)
+    return make(settings(endpoint.url) | fields)
+
+
+def settings(url: str) -> dict[str, Any]:
+    return {"kind": "judge", "url": url, "model": "big", "rubric": "Be fair.", "lowest": -5.0}
 
 
 def test_verdicts_and_what_takes_their_place(endpoint: Endpoint) -> None:
@@ -151,11 +161,24 @@ def test_the_first_group_is_the_score(endpoint: Endpoint) -> None:
     assert ask(judge(endpoint, score=r"(?<=Score: )\d"), Pair("", "do well")).told == [7]
 
 
-def test_an_endpoint_that_is_not_there_fails_its_pairs(endpoint: Endpoint) -> None:
-    made = judge(endpoint, url="http://127.0.0.1:1/v1", pair_timeout_s=60.0)
-    call = ask(made, Pair("", "x"))
-    assert call.told == ["FAILED"]
-    assert call.reason(0) == "the endpoint cannot be reached: ConnectError"
+def test_an_endpoint_that_is_not_there_is_asked_until_the_deadline_and_fails_its_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pauses pass at once, so that a minute does, and nothing else: on a busy machine no deadline passes early."""
+    loop, pauses = VirtualLoop(), list[float]()
+
+    async def passes(seconds: float) -> None:
+        pauses.append(seconds)
+        loop.now += seconds
+
+    patched = SimpleNamespace(sleep=passes, get_running_loop=asyncio.get_running_loop)
+    monkeypatch.setattr(backoff, "asyncio", patched)
+    judge = Judge(section(settings("http://127.0.0.1:1/v1") | {"pair_timeout_s": 60.0}).options)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        given = runner.run(judge.score(Pair("", "x")))
+    assert given == Unscored(Outcome.FAILED, "the endpoint cannot be reached: ConnectError")
+    assert len(pauses) > 57 / LONGEST_PAUSE_S
+    assert 57 - LONGEST_PAUSE_S < loop.now < 57
 
 
 def test_the_request_holds_the_pair_between_marks_and_the_key(
