@@ -11,7 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,8 @@ _LOOKS = 8
 _LOOK_S = 0.01
 """Shortest time between two of them, in seconds."""
 PASSED_ON = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LANG",
-        "LANGUAGE",
-        "LC_ALL",
-        "LC_CTYPE",
-        "TZ",
-        "TMPDIR",
-        "VIRTUAL_ENV",
-        "LD_LIBRARY_PATH",
-    ),
+    *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("VIRTUAL_ENV", "LD_LIBRARY_PATH"),
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS"),
     *("OPENBLAS_NUM_THREADS", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "HF_HOME", "HF_HUB_OFFLINE"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", VARIABLE),
@@ -72,9 +61,9 @@ class Setting:
     """Most memory of its own."""
     concurrency: int
     """Most pairs of a coroutine function at the same time."""
-    variables: Sequence[str] = ()
+    variables: Sequence[str]
     """Further variables of the environment."""
-    process: bool = False
+    process: bool
     """True if it may return a ProcessReward for a pair."""
 
 
@@ -125,18 +114,7 @@ class Origin:
         self.end = weakref.finalize(self, _end_origin, self._process, self._socket)
         """Kills the process."""
         self._answer: Any = None
-        first = {
-            "function": setting.function,
-            "options": setting.options,
-            "names": list(setting.names),
-            "process": setting.process,
-            "field": setting.field,
-            "memory_bytes": setting.memory_bytes,
-            "concurrency": setting.concurrency,
-            "ahead": ahead,
-            "checked": checked,
-        }
-        self._socket.sendall(packed(first))
+        self._socket.sendall(packed(asdict(setting) | {"ahead": ahead, "checked": checked}))
 
     @property
     def alive(self) -> bool:
