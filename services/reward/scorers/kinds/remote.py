@@ -1,7 +1,7 @@
 """The scores of a scorer of another reward service, asked over gRPC or over HTTP."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from quartet.security.credentials import connect
@@ -83,7 +83,9 @@ class OverGrpc:
 
 
 class Remote:
-    """The scorer of another service."""
+    """The scorer of another service: the scorer's function, which is called for all pairs of a batch."""
+
+    takes_all = True
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Asks the service who the scorer is. ServiceError if it does not answer, ValueError if it gives scores of
@@ -96,7 +98,7 @@ class Remote:
         if names != tuple(options["names"]):
             raise ValueError(f"the scorer gives scores of the names [{', '.join(names)}]; set names to these")
 
-    async def scored(self, pairs: Sequence[Pair]) -> list[Any]:
+    async def __call__(self, pairs: Sequence[Pair]) -> list[Any]:
         """The scores or outcomes of all pairs.
 
         Pairs of several calls come together. Those that differ in form or in the time that their callers give them
@@ -149,13 +151,5 @@ def _service(options: Mapping[str, Any]) -> Service:
     return OverHttp(options)
 
 
-def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], Coroutine[Any, Any, list[Any]]]:
-    """The scorer's function, which is called for all pairs of a batch."""
-    remote = Remote(options)
-
-    async def asked(pairs: Sequence[Pair]) -> list[Any]:
-        return await remote.scored(pairs)
-
-    asked.takes_all = True  # type: ignore[attr-defined]
-    asked.source = remote.source  # type: ignore[attr-defined]
-    return asked
+make = Remote
+"""Makes the scorer's function."""

@@ -84,7 +84,9 @@ class OverHttp:
             }
             most = _MOST_BYTES + len(some) * _MOST_PAIR_BYTES
             answer = _read(RewardsAnswer, await self._answered(asked, "POST", "/v1/rewards", body, deadline, most))
-            return RemoteScores(answer.scorer.model_hash, [*map(_result, _of(answer, len(some)))])
+            if len(answer.results) != len(some):
+                raise InvalidReply(f"{len(answer.results)} results for {len(some)} pairs")
+            return RemoteScores(answer.scorer.model_hash, [*map(_result, answer.results)])
 
         # A token has three bytes or more.
         parts = await in_parts([len(json.dumps(row)) // 3 for row in rows], part)
@@ -149,12 +151,6 @@ def _read(kind: type[Answer], content: bytes) -> Answer:
         return kind.model_validate_json(content, strict=True)
     except (ValidationError, RecursionError):
         raise InvalidReply("the answer is not one of the protocol") from None
-
-
-def _of(answer: RewardsAnswer, rows: int) -> Sequence[Result]:
-    if len(answer.results) != rows:
-        raise InvalidReply(f"{len(answer.results)} results for {rows} pairs")
-    return answer.results
 
 
 def _result(result: Result) -> Mapping[str, float] | Unscored:
