@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope
 
 from quartet.seams.serve import LARGEST_MESSAGE
 from quartet.serving.share import Share, share_of
@@ -25,7 +25,7 @@ HEALTH_S = 10.0
 class HasDoor(Protocol):
     """A deployment that answers requests over HTTP."""
 
-    async def answer(self, request: Request) -> Response: ...
+    async def answer(self, request: Request) -> ASGIApp: ...
 
 
 class HttpMixin:
@@ -63,7 +63,7 @@ class HttpMixin:
                     yield piece
 
 
-async def _parts(response: Response, scope: Scope, receive: Receive) -> AsyncGenerator[Any, None]:
+async def _parts(response: ASGIApp, scope: Scope, receive: Receive) -> AsyncGenerator[Any, None]:
     """The answer as `http` gives it, in parts of any size."""
     if isinstance(response, Streamed):
         async with aclosing(response):

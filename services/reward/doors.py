@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from grpc_health.v1 import health_pb2
 from ray import serve
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from protos import common_pb2
 from protos import reward_pb2 as pb
@@ -85,11 +85,9 @@ class Doors(HealthMixin, HttpMixin, ABC):
         """Describes the scorers and their tokenizers."""
         return await self.infos()
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> ASGIApp:
         """Answers a request over HTTP, which Serve's proxy passes on only where the port is open."""
-        if self._door is None:
-            return refusal(HttpError(503, "this replica was started before the HTTP port was opened"))
-        return self._door.answer()
+        return self._door or refusal(HttpError(503, "this replica was started before the HTTP port was opened"))
 
     async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
         """The answer to a request that came by this door, measured."""

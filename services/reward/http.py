@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -44,9 +44,10 @@ _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?=: )")
 _ALTERNATIVE = re.compile(r"(?:constrained-)?(?:str|int|float|bool)$|[a-z]+\[")
 """Names that pydantic gives to the alternatives of a field."""
 _SCORER = "quartet.scorer"
+_ERRORS = (400, 401, 403, 404, 409, 413, 415, 429, 500, 503)
+"""Statuses of answers that are errors."""
 _OF_FAILURES = ("failure_kind", "failure_reason", "_ng_failure_class")
 """Fields of NeMo Gym's answer for a response without a score."""
-Asked = TypeVar("Asked", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class _Route(APIRoute):
 
 
 class Door:
-    """Answers the requests of one replica."""
+    """Answers the requests of one replica, as an application of ASGI."""
 
     def __init__(self, scorers: "Doors") -> None:
         self._scorers = scorers
@@ -164,16 +165,14 @@ class Door:
             version="1",
             docs_url=None,  # FastAPI's pages load scripts from elsewhere
             redoc_url=None,
+            responses={status: {"model": fields.ErrorAnswer} for status in _ERRORS},
         )
         app.router.route_class = _Route
         self._add_routes(app)
         self._paths = {route.path for route in app.routes if isinstance(route, Route)}
 
-    def answer(self) -> Response:
-        """An answer that is made when it is sent."""
-        return _Answer(self._serve)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer to one request."""
         root = scope.get("root_path", "")
         path = str(scope["path"]).removeprefix(root)
         scorer = ""
@@ -181,7 +180,7 @@ class Door:
             scorer, path = named[1], named[2]
             if path not in self._paths and (scored := _SCORE.match(path)):
                 scorer, path = f"{scorer}/{scored[1]}", scored[2]
-        await self._app({**scope, "path": f"{root}{path}", _SCORER: scorer, "app": self._app}, receive, send)
+        await self._app({**scope, "path": f"{root}{path}", _SCORER: scorer}, receive, send)
 
     def _choice(self, request: Request, named: str, by: str, one: bool = False) -> Choice:
         """The scorer that the address or a field names: by its name, or by `name/score`.
@@ -246,14 +245,10 @@ class Door:
         return Table(reply, rows, choice)
 
     def _add_routes(self, app: FastAPI) -> None:
-        errors: dict[int | str, dict[str, Any]] = {
-            status: {"model": fields.ErrorAnswer} for status in (400, 401, 403, 404, 409, 413, 415, 429, 500, 503)
-        }
-
         def post(path: str, answer: Any, summary: str) -> Callable[[Any], Any]:
-            return app.post(path, response_model=answer, summary=summary, responses=errors)
+            return app.post(path, response_model=answer, summary=summary)
 
-        @app.get("/health", summary="Whether a scorer works", responses=errors)
+        @app.get("/health", summary="Whether a scorer works")
         async def healthy(request: Request) -> Response:
             scorer = self._choice(request, "", "address").scorer
 
@@ -263,11 +258,11 @@ class Door:
 
             return await health(check)
 
-        @app.get("/metrics", summary="Metrics in Prometheus' text format", responses=errors)
+        @app.get("/metrics", summary="Metrics in Prometheus' text format")
         async def metrics() -> Response:
             return Response(await self._scorers.metrics(), media_type="text/plain; version=1.0.0; charset=utf-8")
 
-        @app.get("/v1/models", response_model=fields.ModelList, summary="The scorers", responses=errors)
+        @app.get("/v1/models", response_model=fields.ModelList, summary="The scorers")
         async def models() -> Response:
             listed = [_card(each) for each in (await self._scorers.infos()).scorers]
             return _json(fields.ModelList(data=listed))
@@ -376,7 +371,7 @@ class Door:
             answers = [each.model_dump(by_alias=True) for each in asked.verify_responses]
             return JSONResponse(aggregated(answers))
 
-        @app.get("/reverify_mode", response_model=str, summary="NeMo Gym", responses=errors)
+        @app.get("/reverify_mode", response_model=str, summary="NeMo Gym")
         async def reverify_mode() -> Response:
             return JSONResponse("stateless")
 
@@ -391,18 +386,6 @@ class Door:
         table = await self._score(request, asked.model, made, rows, field)
         table.check_scored(field)
         return table
-
-
-class _Answer(Response):
-    """An answer that an ASGI application gives; Serve calls it as it does any answer."""
-
-    def __init__(self, serve: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        super().__init__()
-        self._serve = serve
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the answer."""
-        await self._serve(scope, receive, send)
 
 
 def _json(answer: BaseModel) -> Response:
