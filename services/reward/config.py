@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -34,10 +34,8 @@ class ModelScorerConfig(FrozenConfig, OwnConfig):
     normalise: bool = True
     """Subtract `reward_mean` and divide by `reward_std` if the model's config.json has them."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the scores of a pair: none, as there is one."""
-        return ()
+    names: ClassVar[tuple[str, ...]] = ()
+    """Names of the scores of a pair: none, as there is one."""
 
 
 class SeveralScorerConfig(OwnConfig):

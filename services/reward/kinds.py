@@ -122,16 +122,12 @@ class WorkerScorerConfig(OwnConfig):
                 ) from None
         for name in self.variables:
             if not os.environ.get(name):
-                raise ConfigError(
-                    f"{where}.{self._field_of(name)}: the variable {name} is not set in the environment"
-                )
+                field = "environment" if name in self.environment else "api_key"
+                raise ConfigError(f"{where}.{field}: the variable {name} is not set in the environment")
 
     def check(self, where: str) -> None:
         """Raises ConfigError, at `where`, if the scorer cannot start here; for `quartet check`."""
         self.check_machine(where)
-
-    def _field_of(self, variable: str) -> str:
-        return "environment"
 
 
 class FunctionScorerConfig(WorkerScorerConfig):
@@ -193,16 +189,8 @@ class FunctionScorerConfig(WorkerScorerConfig):
 class _Kind(WorkerScorerConfig):
     """A kind whose pairs have one score each."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the scores of a pair: none, as there is one."""
-        return ()
-
-    @property
-    def needed(self) -> tuple[str, str] | None:
-        """The field that names a column without which no pair has a score, and that column, empty for the label; None
-        if there is none."""
-        return None
+    names: ClassVar[tuple[str, ...]] = ()
+    """Names of the scores of a pair: none, as there is one."""
 
 
 class _AnswerKind(_Kind):
@@ -216,7 +204,8 @@ class _AnswerKind(_Kind):
 
     @property
     def needed(self) -> tuple[str, str] | None:
-        """The column of what is expected."""
+        """The field that names a column without which no pair has a score, and that column, empty for the label; None
+        if there is none."""
         return "expected", self.expected
 
 
@@ -274,9 +263,8 @@ class JsonSchemaScorerConfig(_AnswerKind):
     kind: Literal["json_schema"]
     """Kind of the scorer."""
     json_schema: dict[str, Any] = Field(default_factory=dict)
-    """The schema, by default of draft 2020-12. Empty: that
-    of each pair, in the place of the expected answer. References to other documents are refused, as nothing is
-    fetched."""
+    """The schema, by default of draft 2020-12. Empty: that of each pair, in the place of the expected answer.
+    References to other documents are refused, as nothing is fetched."""
 
     @property
     def needed(self) -> tuple[str, str] | None:
@@ -335,13 +323,13 @@ class CodeScorerConfig(_AnswerKind):
     kind: Literal["code"]
     """Kind of the scorer."""
     extract: Pattern = r"(?s)```(?:py(?:thon)?)?[ \t]*\n(.*?)```"
-    """Regular expression of the program in the
-    response; the last match counts, and a response without one is taken as a program as a whole."""
+    """Regular expression of the program in the response; the last match counts, and a response without one is taken
+    as a program as a whole."""
     all_or_nothing: bool = False
     """1 if all tests pass, else 0."""
     pair_timeout_s: Seconds = 60
-    """Longest time that may be spent on one pair, in seconds. Tests that are not reached
-    in four fifths of it count as not passed."""
+    """Longest time that may be spent on one pair, in seconds. Tests that are not reached in four fifths of it count
+    as not passed."""
     test_s: Seconds = 3
     """Longest time of one test, in seconds; a test that takes longer has not passed."""
     most_tests: Count = 20
@@ -349,9 +337,9 @@ class CodeScorerConfig(_AnswerKind):
     test_memory_mib: Annotated[int, Field(ge=64)] = 512
     """Most memory of a test, in MiB."""
     network: bool = False
-    """Tests may reach the network. False: each has a network of its own with nothing in it; the
-    service does not start where the kernel gives an ordinary user none. Where it gives none and this is true, tests
-    may also send signals to the processes of the service's user, and have as many as it."""
+    """Tests may reach the network. False: each has a network of its own with nothing in it; the service does not
+    start where the kernel gives an ordinary user none. Where it gives none and this is true, tests may also send
+    signals to the processes of the service's user, and have as many as it."""
 
 
 class JudgeScorerConfig(_Kind):
@@ -368,9 +356,9 @@ class JudgeScorerConfig(_Kind):
     rubric: Annotated[str, Field(min_length=1)]
     """The instructions: what is good, and in which form the score has to be given."""
     template: str = ""
-    """The message with what is judged: `{prompt}`, `{response}`, `{label}` and each column's
-    `{name}` are put in; with `against` `{first}` and `{second}`. Each is set between marks that a response cannot
-    know. Empty: the prompt, and what is judged."""
+    """The message with what is judged: `{prompt}`, `{response}`, `{label}` and each column's `{name}` are put in;
+    with `against` `{first}` and `{second}`. Each is set between marks that a response cannot know. Empty: the prompt,
+    and what is judged."""
     score: Pattern = r"(?i)score[^\w-]{0,5}(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the score in the judge's answer; the last match counts."""
     lowest: float = 0.0
@@ -411,9 +399,6 @@ class JudgeScorerConfig(_Kind):
             yield f"highest: {self.highest:g}; should be more than lowest, {self.lowest:g}"
         yield from _in_the_clear(self.url, self.api_key)
 
-    def _field_of(self, variable: str) -> str:
-        return "api_key" if variable == self.api_key else "environment"
-
 
 class RemoteScorerConfig(WorkerScorerConfig):
     """The scores of a scorer of another reward service, asked over gRPC (`target`) or over HTTP (`url`) with texts or
@@ -450,9 +435,6 @@ class RemoteScorerConfig(WorkerScorerConfig):
         if wrong := sorted(others & self.model_fields_set):
             yield f"{wrong[0]}: belongs to {'url' if self.target else 'target'}"
         yield from _in_the_clear(self.url, self.api_key)
-
-    def _field_of(self, variable: str) -> str:
-        return "api_key" if variable == self.api_key else "environment"
 
     @property
     def source(self) -> str:
