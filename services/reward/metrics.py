@@ -88,9 +88,7 @@ class Metrics:
 
 def text_of(replicas: Sequence[tuple[str, Iterable[Metric]]]) -> bytes:
     """The metrics of all replicas, given by name, as one text, each with the label `replica`."""
-    registry = CollectorRegistry()
-    registry.register(_Joined(replicas))
-    return bytes(generate_latest(registry))
+    return bytes(generate_latest(_Joined(replicas)))
 
 
 class _Joined(Collector):
