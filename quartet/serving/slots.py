@@ -130,8 +130,8 @@ class EngineSlots:
         try:
             begun = 0
             while (purpose := self._queue.next_purpose(self._open())) is not None:
-                for part in self._queue.take(purpose, _ANY_NUMBER, 1):
-                    self._start(part.call, part.rows.tolist())
+                [part] = self._queue.take(purpose, _ANY_NUMBER, 1)
+                self._start(part.call, int(part.rows[0]))
                 begun += 1
                 if begun % BURST == 0:
                     await asyncio.sleep(0)
@@ -164,16 +164,15 @@ class EngineSlots:
         self._guests.pass_time(guests, max(guests, min(self._running.total(), self._count)))
         return guests
 
-    def _start(self, running: Running[object], rows: list[int]) -> None:
+    def _start(self, running: Running[object], row: int) -> None:
         share = running.share
-        for row in rows:
-            task = asyncio.ensure_future(running.start(row))
-            self._pass_time()
-            if share.purpose is Purpose.FOREIGN:
-                self._guests.begin()
-            self._running[share] += 1
-            task.add_done_callback(lambda _: self._end(share))
-            running.begun(task)
+        task = asyncio.ensure_future(running.start(row))
+        self._pass_time()
+        if share.purpose is Purpose.FOREIGN:
+            self._guests.begin()
+        self._running[share] += 1
+        task.add_done_callback(lambda _: self._end(share))
+        running.begun(task)
         if share.purpose is Purpose.FOREIGN and self._running[share] >= self._each:
             self._queue.pause(share)
 
