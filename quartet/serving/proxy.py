@@ -14,7 +14,7 @@ from quartet.config.base import ConfigError
 from quartet.seams import serve
 from quartet.security.file_limit import raise_file_limit
 from quartet.security.gate import Gate
-from quartet.security.port import GUARD, UNGUARDED, Port
+from quartet.security.port import GUARD, Port
 from quartet.serving.door.call import CallContext
 from quartet.serving.door.connections import Connections
 from quartet.serving.door.guard import APPLICATION
@@ -61,9 +61,8 @@ class _Health(health_pb2_grpc.HealthServicer):
         """Refused, which tells probers to ask by Check."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("grpc.health.v1.Health/Watch: ask by Check")
-        replies: tuple[Any, ...] = ()  # a stream that ends at once
-        for reply in replies:
-            yield reply
+        return
+        yield  # makes it a stream, which ends at once
 
     async def List(self, request: Any, context: Any) -> None:
         """Refused like Watch; a method of grpcio-health-checking later than 1.81."""
@@ -88,7 +87,7 @@ def end_with_caller(_servicer: Any, server: Any) -> None:
         ConfigError: the port stands open on every address, unguarded, as it does on a cluster that was started
             without Quartet's settings; or other functions stand before this one.
     """
-    _routes(server)
+    routes_of(server)
     # Serve itself adds its own service before all others.
     before = {name for name in serve.service_names(server) if not name.startswith("ray.serve.")}
     if before:
@@ -97,21 +96,13 @@ def end_with_caller(_servicer: Any, server: Any) -> None:
     serve.wrap_streams(server, _attended)
 
 
-def _routes(server: Any) -> Routes:
-    routes = routes_of(server)
-    if routes is None:
-        raise ConfigError(UNGUARDED)
-    return routes
-
-
 def _attended(stream: StreamHandler) -> StreamHandler:
     """The same stream, read by a separate task. The task does nothing but wait for the next message, so that
     cancelling it always reaches the replica."""
 
-    async def attended(request: Any, context: Any) -> AsyncIterator[bytes]:
+    # A CallContext, as the task ends after the call, and Serve asks for the caller's address at the very end.
+    async def attended(request: Any, call: CallContext) -> AsyncIterator[bytes]:
         messages: asyncio.Queue[bytes | None] = asyncio.Queue()
-        # The task ends after the call, and Serve asks the context for the caller's address at the very end.
-        call = CallContext.of(context)
 
         async def read() -> None:
             try:
@@ -134,7 +125,7 @@ def add_health(_servicer: Any, server: Any) -> None:
     `grpc_servicer_functions`."""
     ask = serve.asks_replica(server, f"/{health.SERVICE_NAME}/Check")
     server.add_passthrough_service(health.SERVICE_NAME)
-    health_pb2_grpc.add_HealthServicer_to_server(_Health(ask, _routes(server)), server)
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(ask, routes_of(server)), server)
 
 
 def _start_attended_only(server: Any) -> None:

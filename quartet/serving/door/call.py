@@ -14,14 +14,14 @@ class CallContext:
     that is over.
     """
 
-    def __init__(self, context: Any, metadata: Metadata | None = None) -> None:
+    def __init__(self, context: Any, metadata: Metadata) -> None:
         """
         Args:
             context: gRPC's servicer context of a call in progress.
             metadata: metadata for Serve and the replica in place of the caller's own.
         """
         self._context = context
-        self._metadata: Metadata = tuple(context.invocation_metadata() or ()) if metadata is None else metadata
+        self._metadata = metadata
         self._peer: str = context.peer()
         self._auth: Mapping[str, Any] = context.auth_context()
         self._identities = context.peer_identities()
@@ -32,16 +32,11 @@ class CallContext:
         self._over = False
         context.add_done_callback(self._end)
 
-    @classmethod
-    def of(cls, context: Any) -> "CallContext":
-        """A copy of `context`, or `context` itself if it is a CallContext."""
-        return context if isinstance(context, cls) else cls(context)
-
     def _end(self, _: Any) -> None:
         self._over = True
 
     def invocation_metadata(self) -> Metadata:
-        """The caller's metadata, or its replacement."""
+        """The metadata for Serve and the replica."""
         return self._metadata
 
     def peer(self) -> str:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from quartet.config.base import ConfigError
 from quartet.seams.grpc import RefusesUnknownMethods
 from quartet.seams.serve import replace_core
 from quartet.security.authentication import Directory
 from quartet.security.file_limit import raise_file_limit
 from quartet.security.gate import Gate
 from quartet.security.policy import AccessPolicy, Limits, load_policy
-from quartet.security.port import Port
+from quartet.security.port import UNGUARDED, Port
 from quartet.security.tls import server_credentials
 from quartet.security.watched import Watched
 from quartet.serving.door.connections import Connections
@@ -65,7 +66,10 @@ def open_port(
     files = raise_file_limit()
     connections = Connections(lambda: gate.limits, files)
     guard = Guard(gate, routes, connections.prove, calls or OpenCalls(lambda: gate.limits))
-    _equip(server, guard, _options(gate.limits, policy, files, reuse), gate.limits.concurrent_calls)
+    options, calls_at_once = tuple(_options(gate.limits, policy, files, reuse)), gate.limits.concurrent_calls
+    # As gRPC's own class makes its core.
+    core = RefusesUnknownMethods(asyncio.get_running_loop(), None, (), (guard,), options, calls_at_once)
+    replace_core(server, core)
     setattr(server, _ROUTES, routes)
     address = f"[{port.host}]:{number}" if ":" in port.host else f"{port.host}:{number}"
     if policy is None or policy.tls is None or watched is None:
@@ -83,13 +87,6 @@ def watched_directory(port: Port, clock: Callable[[], float] = time.monotonic) -
         return None
     file = port.policy
     return Watched(lambda: Directory(load_policy(file)), lambda: [file], clock)
-
-
-def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:
-    """Gives the server another core, with an interceptor and options, made as gRPC's own class makes its core. No
-    servicer may have been added before."""
-    loop = asyncio.get_running_loop()
-    replace_core(server, RefusesUnknownMethods(loop, None, (), (guard,), tuple(options), concurrent_calls))
 
 
 def _options(limits: Limits, policy: AccessPolicy | None, files: int, reuse: bool) -> list[tuple[str, int]]:
@@ -113,6 +110,9 @@ def _options(limits: Limits, policy: AccessPolicy | None, files: int, reuse: boo
     return options
 
 
-def routes_of(server: Any) -> Routes | None:
-    """The routes of a server whose port `open_port` opened; None for a server without a guard."""
-    return getattr(server, _ROUTES, None)
+def routes_of(server: Any) -> Routes:
+    """The routes of a server whose port `open_port` opened. ConfigError for a server without a guard."""
+    routes: Routes | None = getattr(server, _ROUTES, None)
+    if routes is None:
+        raise ConfigError(UNGUARDED)
+    return routes

@@ -42,7 +42,7 @@ class Live:
 
 def test_serve_reads_and_writes_the_copy_of_a_call_that_is_over() -> None:
     live = Live()
-    call = CallContext(live)
+    call = CallContext(live, ())
     call.set_details("lives")
     live.end()
     seen = RayServegRPCContext(call)
