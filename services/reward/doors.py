@@ -1,6 +1,6 @@
 """The parts that every deployment of the reward service has which takes calls: gRPC, HTTP and metrics."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ METRICS_S = 2.0
 """Seconds that each replica gets to give its metrics."""
 
 
-class Doors(HealthMixin, HttpMixin, ABC):
+class Doors(HealthMixin, HttpMixin):
     """Takes calls over gRPC and HTTP, which a subclass answers by `scored`, `infos` and `token_ids`."""
 
     def _open(self) -> None:
@@ -44,10 +44,6 @@ class Doors(HealthMixin, HttpMixin, ABC):
         self._metrics = Metrics()
         self._door = Door(self) if Port.of().http else None
         self._everyone = everyone() if self._door else None
-
-    @abstractmethod
-    async def check_health(self) -> None:
-        """Raises if the replica is ill."""
 
     @abstractmethod
     async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
@@ -72,7 +68,7 @@ class Doors(HealthMixin, HttpMixin, ABC):
 
     async def works(self, scorer: str) -> bool:
         """True if the scorer that is named works, or any of them if none is."""
-        answer = await self.Check(health_pb2.HealthCheckRequest())
+        answer = await self.Check(health_pb2.HealthCheckRequest(service=f"/{scorer}"))  # of whatever application
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     @translated

@@ -12,6 +12,7 @@ from ray.serve.exceptions import RayServeException
 
 from protos import reward_pb2 as pb
 from quartet.serving.admission import MOST_ONGOING
+from quartet.serving.health import HEALTH_S, health_reply
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.replicas import connected
 from quartet.serving.share import Share
@@ -23,8 +24,6 @@ from services.reward.names import Listed, chosen
 ANSWER_S = 2.0
 """Seconds that a scorer gets to describe itself, after which its last description counts; one that hangs holds up no
 caller of the others."""
-HEALTH_S = 10.0
-"""Seconds that it gets to answer for its health."""
 TOKENS_S = 10.0
 """Seconds that it gets to tokenise a text, after those that came before it."""
 
@@ -54,8 +53,7 @@ class Ingress(Doors):
     async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """SERVING if one of the scorers is; or if the one is that stands behind the application, `reward/taste`."""
         if named := request.service.partition("/")[2]:
-            serving = named in self._scorers and await self._serves(named, request)
-            return health_pb2.HealthCheckResponse(status=_status(serving))
+            return health_reply(named in self._scorers and await self._serves(named, request))
         asked = [asyncio.ensure_future(self._serves(name, request)) for name in self._scorers]
         serving = False
         try:
@@ -65,19 +63,13 @@ class Ingress(Doors):
         finally:
             for task in asked:
                 task.cancel()
-        return health_pb2.HealthCheckResponse(status=_status(serving))
+        return health_reply(serving)
 
     async def _serves(self, name: str, request: health_pb2.HealthCheckRequest) -> bool:
         with suppress(ServiceError):
             answer = await self._ask(name, "Check", request, within_s=HEALTH_S)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
-
-    async def works(self, scorer: str) -> bool:
-        """True if the scorer that is named works, or any of them if none is."""
-        if scorer:
-            return await self._serves(scorer, health_pb2.HealthCheckRequest())
-        return await super().works(scorer)
 
     async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """The answer to a request of Score, of a caller of this share."""
@@ -128,7 +120,3 @@ class Ingress(Doors):
             raise Unavailable(f"scorer {name}: no answer within {within_s:g} s") from None
         except (RayError, RayServeException):
             raise Unavailable(f"scorer {name}: {REPLICA_DIED}") from None
-
-
-def _status(serving: bool) -> Any:
-    return health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -12,6 +12,7 @@ from quartet.security.identity import Caller, caller_of
 from quartet.security.session_key import KEY, is_one_of_several, key_of
 from quartet.serving.admission import Admission
 from quartet.serving.desk import Desk
+from quartet.serving.health import healthy
 from quartet.serving.http import HeaderMetadata, health, refused, share_of_request
 from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
@@ -108,7 +109,7 @@ class Door:
     async def _answer(self, path: str, request: Request) -> Response:
         try:
             if path == "/health":
-                return await health(self._check_health)
+                return health(await healthy(self._check_health))
             if path == "/metrics":
                 return exposition(await self._replicas(), await self._sessions.counts())
             if path == "/v1/models":

@@ -77,7 +77,8 @@ class _Handle:
     def remote(self, *given: Any) -> "_Parts":
         self.replicas.by_reference.append(self.by_reference)
         door = self.replicas.door
-        parts = HttpMixin.http(SimpleNamespace(answer=door), *given) if door else self._answer(*given)
+        replica: Any = SimpleNamespace(answer=door)
+        parts = HttpMixin.http(replica, *given) if door else self._answer(*given)
         return _Parts(parts, self.replicas.there)
 
     async def _answer(self, _prefix: str, path: str, body: bytes, _method: str, headers: Any) -> AsyncGenerator[Any]:
