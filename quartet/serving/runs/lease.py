@@ -65,7 +65,7 @@ class Fence:
             if lease.number <= self._lease.number:
                 raise self._refused(lease)
             same = (lease.run_id, lease.identity) == (self._lease.run_id, self._lease.identity)
-            if self._alive and not same and not claim.take_over:
+            if self._clock() < self._end and not same and not claim.take_over:
                 raise LeaseLost(
                     f"lease: run {_named(self._lease)} holds this service and is alive; stop it, or take over from "
                     f"it as run {_named(lease)}"
@@ -96,10 +96,6 @@ class Fence:
     def held(self) -> common_pb2.Held:
         """The lease in force, and the seconds for which its run still counts as alive."""
         return common_pb2.Held(lease=self._lease, left_s=max(0.0, self._end - self._clock()))
-
-    @property
-    def _alive(self) -> bool:
-        return bool(self._lease.run_id) and self._clock() < self._end
 
     def _refused(self, lease: common_pb2.Lease) -> LeaseLost:
         mine = self._lease
