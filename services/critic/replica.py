@@ -57,7 +57,7 @@ class Critic(HealthMixin):
     """One replica, one value model."""
 
     async def __init__(self, config: CriticConfig, start_ranks: Any = None) -> None:  # type: ignore[misc]  # awaited
-        """Starts the model. `start_ranks` is for tests; Serve passes None."""
+        """Starts the model. `start_ranks` takes the place of `ranks_of`, for ranks that are emulated."""
         # Imported here because Serve builds the application in a process that then need not load torch.
         from quartet.models.loading import load_tokenizer
         from quartet.wire.identity import describe_model
