@@ -55,15 +55,14 @@ class Ingress(Doors):
         if named := request.service.partition("/")[2]:
             return health_reply(named in self._scorers and await self._serves(named, request))
         asked = [asyncio.ensure_future(self._serves(name, request)) for name in self._scorers]
-        serving = False
         try:
             for answer in asyncio.as_completed(asked):
-                if serving := await answer:
-                    break
+                if await answer:
+                    return health_reply(True)
+            return health_reply(False)
         finally:
             for task in asked:
                 task.cancel()
-        return health_reply(serving)
 
     async def _serves(self, name: str, request: health_pb2.HealthCheckRequest) -> bool:
         with suppress(ServiceError):

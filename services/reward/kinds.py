@@ -183,7 +183,7 @@ class FunctionScorerConfig(WorkerScorerConfig):
         `where`, if it cannot be imported."""
         field = f"{where}.{self.FIELD}"
         code = source_of(load_function(self.function, field, asynchronous=True), self.function, field)
-        return hashlib.sha256((self.source + code).encode()).hexdigest()
+        return hashlib.sha256(code.encode()).hexdigest()
 
 
 class _Kind(WorkerScorerConfig):
