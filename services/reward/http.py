@@ -75,17 +75,17 @@ class Choice:
 class Table:
     """The results of a call's pairs."""
 
-    def __init__(self, reply: pb.ScoreResponse, rows: int, choice: Choice) -> None:
+    def __init__(self, reply: pb.ScoreResponse, choice: Choice) -> None:
         """InvalidArgument if a scorer that has been replaced by now does not give what was chosen."""
         self.scorer, self.names = reply.scorer, tuple(reply.scorer.names) or (SCORE,)
         choice.check(self.names)
-        numbers = unpack_floats(reply.scores, "scores").reshape(rows, len(self.names))
+        numbers = unpack_floats(reply.scores, "scores").reshape(-1, len(self.names))
         if choice.score:
             at = self.names.index(choice.score)
             self.names, numbers = (choice.score,), numbers[:, at : at + 1]
         self.numbers: list[list[float]] = numbers.tolist()
         """[B, K]; NaN for pairs that are not scored."""
-        outcomes = reply.outcomes or bytes(rows)
+        outcomes = reply.outcomes or bytes(len(numbers))
         reasons = iter(reply.reasons)
         self.unscored = {row: Unscored(Outcome(each), next(reasons)) for row, each in enumerate(outcomes) if each}
 
@@ -220,7 +220,6 @@ class Door:
         request: Request,
         named: str,
         made: pb.ScoreRequest,
-        rows: int,
         field: str,
         by: str = "model",
         one: bool = False,
@@ -231,7 +230,6 @@ class Door:
             request: the request.
             named: the scorer that its body names.
             made: the same request in the scorers' terms.
-            rows: number of pairs.
             field: the field of the body that holds them, for errors.
             by: the field that names the scorer.
             one: True if the answer has room for one score of a pair.
@@ -242,7 +240,7 @@ class Door:
             reply = await self._scorers.score(made, share_of_request(request), request.url.path.rpartition("/")[2])
         except ServiceError as error:
             raise requests.in_terms_of(error, field, by) from None
-        return Table(reply, rows, choice)
+        return Table(reply, choice)
 
     def _add_routes(self, app: FastAPI) -> None:
         def post(path: str, answer: Any, summary: str) -> Callable[[Any], Any]:
@@ -263,8 +261,7 @@ class Door:
 
         @post("/v1/rewards", fields.RewardsAnswer, "Scores of pairs, each with its outcome")
         async def rewards(asked: fields.RewardsRequest, request: Request) -> Response:
-            made, rows = requests.of_rewards(asked), len(asked.pairs)
-            table = await self._score(request, asked.scorer, made, rows, "pairs", by="scorer")
+            table = await self._score(request, asked.scorer, requests.of_rewards(asked), "pairs", by="scorer")
             results = [_result(table, row) for row in range(len(asked.pairs))]
             scorer = fields.ScorerFacts(name=table.scorer.name, model_hash=table.scorer.model_hash)
             return _json(fields.RewardsAnswer(scorer=scorer, results=results))
@@ -272,7 +269,7 @@ class Door:
         @post("/get_reward", fields.GetRewardAnswer, "OpenRLHF")
         async def get_reward(asked: fields.GetRewardRequest, request: Request) -> Response:
             made = requests.of_queries(asked.query, asked.prompts or (), asked.labels or ())
-            table = await self._score(request, asked.scorer, made, len(asked.query), "query", by="scorer", one=True)
+            table = await self._score(request, asked.scorer, made, "query", by="scorer", one=True)
             table.check_scored("query")
             scores = [table.one(row) for row in range(len(asked.query))]
             logs = {name: [row[at] for row in table.numbers] for at, name in enumerate(table.names)}
@@ -284,10 +281,10 @@ class Door:
             prompts, responses = asked.sides
             prompts = [*prompts] * len(responses) if len(prompts) == 1 else prompts
             made, field = requests.of_texts(prompts, responses), asked.names[1]
-            table = await self._score(request, asked.model, made, len(responses), field, one=True)
+            table = await self._score(request, asked.model, made, field, one=True)
             table.check_scored(field)
             data = [fields.ScoreData(index=row, score=table.one(row)) for row in range(len(responses))]
-            return _json(fields.ScoreAnswer(data=data, **_listed("score", asked.model, table)))
+            return _json(fields.ScoreAnswer(data=data, **_of_vllm("score", asked.model, table)))
 
         @post("/classify", fields.ClassifyAnswer, "vLLM")
         async def classify(asked: fields.ClassifyRequest, request: Request) -> Response:
@@ -298,13 +295,13 @@ class Door:
                 )
                 for row, each in enumerate(table.numbers)
             ]
-            return _json(fields.ClassifyAnswer(data=data, **_listed("classify", asked.model, table)))
+            return _json(fields.ClassifyAnswer(data=data, **_of_vllm("classify", asked.model, table)))
 
         @post("/pooling", fields.PoolingAnswer, "vLLM")
         async def pooling(asked: fields.PoolingRequest, request: Request) -> Response:
             table = await self._of_input(asked, request)
             data = [fields.PoolingData(index=row, data=each) for row, each in enumerate(table.numbers)]
-            return _json(fields.PoolingAnswer(data=data, **_listed("pool", asked.model, table)))
+            return _json(fields.PoolingAnswer(data=data, **_of_vllm("pool", asked.model, table)))
 
         @post("/tokenize", fields.TokenizeAnswer, "vLLM")
         async def tokenize(asked: fields.TokenizeRequest, request: Request) -> Response:
@@ -319,7 +316,7 @@ class Door:
         async def predict(asked: fields.PredictRequest, request: Request) -> Response:
             single, prompts, responses = requests.inputs(asked.inputs)
             made = requests.of_texts(prompts, responses)
-            table = await self._score(request, "", made, len(responses), "inputs", by="address")
+            table = await self._score(request, "", made, "inputs", by="address")
             table.check_scored("inputs")
             top = asked.parameters.get("top_k")
             rows = [
@@ -335,7 +332,7 @@ class Door:
         async def rerank(asked: fields.RerankRequest, request: Request) -> Response:
             texts, field = asked.responses, "documents" if asked.texts is None else "texts"
             made = requests.of_texts([asked.query] * len(texts), texts)
-            table = await self._score(request, asked.model, made, len(texts), field, one=True)
+            table = await self._score(request, asked.model, made, field, one=True)
             table.check_scored(field)
             ranks = sorted(((table.one(row), row) for row in range(len(texts))), key=lambda each: -each[0])
             if asked.texts is not None:
@@ -357,7 +354,7 @@ class Door:
             # An answer of before may be sent again, as to verify it anew.
             given = {name: value for name, value in asked.model_dump().items() if name not in _OF_FAILURES}
             made = requests.of_verify(given)
-            table = await self._score(request, "", made, 1, "response", by="address", one=True)
+            table = await self._score(request, "", made, "response", by="address", one=True)
             return JSONResponse(given | _verified(table))
 
         @post("/aggregate_metrics", fields.AggregateAnswer, "NeMo Gym")
@@ -376,8 +373,8 @@ class Door:
     async def _of_input(self, asked: fields.ClassifyRequest | fields.PoolingRequest, request: Request) -> Table:
         """The scores of vLLM's `input` or `messages`."""
         field = "input" if asked.messages is None else "messages"
-        made, rows = requests.of_input(asked.input, asked.messages)
-        table = await self._score(request, asked.model, made, rows, field)
+        made = requests.of_input(asked.input, asked.messages)
+        table = await self._score(request, asked.model, made, field)
         table.check_scored(field)
         return table
 
@@ -396,7 +393,7 @@ def _card(info: pb.ScorerInfo) -> fields.ModelCard:
     )
 
 
-def _listed(kind: str, model: str, table: Table) -> dict[str, Any]:
+def _of_vllm(kind: str, model: str, table: Table) -> dict[str, Any]:
     """Fields that vLLM's answers have in common."""
     return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model or table.scorer.name}
 

@@ -227,12 +227,9 @@ class ScoreRequest(_Pooling):
     @property
     def sides(self) -> tuple[Sequence[str], Sequence[str]]:
         """Prompts, and responses."""
-        prompts, responses = (_listed(getattr(self, name)) for name in self.names)
+        given = [getattr(self, name) for name in self.names]
+        prompts, responses = ([each] if isinstance(each, str) else each for each in given)
         return prompts, responses
-
-
-def _listed(given: str | Sequence[str]) -> Sequence[str]:
-    return [given] if isinstance(given, str) else given
 
 
 class Usage(BaseModel):
@@ -243,7 +240,7 @@ class Usage(BaseModel):
     completion_tokens: int = 0
 
 
-class Listed(BaseModel):
+class VllmAnswer(BaseModel):
     """Fields that vLLM's answers have in common."""
 
     id: str
@@ -265,7 +262,7 @@ class ClassifyData(BaseModel):
     num_classes: int
 
 
-class ClassifyAnswer(Listed):
+class ClassifyAnswer(VllmAnswer):
     """vLLM's answer of /classify."""
 
     data: list[ClassifyData]
@@ -279,7 +276,7 @@ class PoolingData(BaseModel):
     data: list[float]
 
 
-class PoolingAnswer(Listed):
+class PoolingAnswer(VllmAnswer):
     """vLLM's answer of /pooling."""
 
     data: list[PoolingData]
@@ -293,7 +290,7 @@ class ScoreData(BaseModel):
     score: float
 
 
-class ScoreAnswer(Listed):
+class ScoreAnswer(VllmAnswer):
     """vLLM's answer of /score."""
 
     data: list[ScoreData]

@@ -106,21 +106,21 @@ def of_queries(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[
     )
 
 
-def of_input(given: Any, messages: Sequence[Message] | None) -> tuple[pb.ScoreRequest, int]:
-    """vLLM's `input`, of whole texts or token ids, or a chat; and the number of rows.
+def of_input(given: Any, messages: Sequence[Message] | None) -> pb.ScoreRequest:
+    """vLLM's `input`, of whole texts or token ids, or a chat.
 
     Raises:
         InvalidArgument: ids of fewer than two tokens.
     """
     if messages is not None:
-        return pb.ScoreRequest(conversations=pb.Conversations(messages=[_conversation(messages)])), 1
+        return pb.ScoreRequest(conversations=pb.Conversations(messages=[_conversation(messages)]))
     rows = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if isinstance(rows[0], str):
-        return of_texts([""] * len(rows), rows), len(rows)
+        return of_texts([""] * len(rows), rows)
     for row, ids in enumerate(rows):
         if len(ids) < 2:
             raise InvalidArgument(f"input[{row}]: {len(ids)} tokens; send at least two")
-    return pb.ScoreRequest(tokens=_packed([(ids[:1], ids[1:]) for ids in rows])), len(rows)
+    return pb.ScoreRequest(tokens=_packed([(ids[:1], ids[1:]) for ids in rows]))
 
 
 def inputs(given: Any) -> tuple[bool, list[str], list[str]]:
