@@ -9,7 +9,7 @@ services/rollout/vllm.
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -133,9 +133,9 @@ def expert_kernels(model: torch.nn.Module) -> dict[Any, Any]:
     return {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None) is not None}
 
 
-def set_kernels(kernels: Iterable[tuple[Any, Any]]) -> None:
+def set_kernels(kernels: Mapping[Any, Any]) -> None:
     """Gives methods their kernels; None: none yet, as before the first load."""
-    for method, kernel in kernels:
+    for method, kernel in kernels.items():
         method.moe_kernel = kernel
 
 
@@ -154,11 +154,10 @@ def waits(llm: Any, name: str) -> bool:
     return bool(internal) and not processor.request_states[internal[0]]._weight_version_spans()
 
 
-async def drain(llm: Any, *, clear_cache: bool) -> None:
-    """Pauses an engine once all its requests have ended; those that come meanwhile wait until it goes on. vLLM's own
-    pause that waits refuses these from 0.33 on.
-    """
-    await llm.engine_core.pause_scheduler_async("wait", clear_cache)
+async def drain(llm: Any) -> None:
+    """Pauses an engine once all its requests have ended, and clears its caches; requests that come meanwhile wait
+    until it goes on. vLLM's own pause that waits refuses these from 0.33 on."""
+    await llm.engine_core.pause_scheduler_async("wait", True)
 
 
 def replace_requests(runner: Any, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

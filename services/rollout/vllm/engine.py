@@ -40,15 +40,8 @@ REMEMBERED = 8
 """Versions whose checksums are kept; more where responses may be of more."""
 FINISH = "finish"
 """weights.in_flight of pushes to an engine with adapters of several versions, and of no others."""
-PAUSES = {
-    "keep": ("keep", True),
-    "keep-cache": ("keep", False),
-    "wait": ("wait", True),
-    "abort": ("keep", True),
-    FINISH: ("keep", False),
-}
-"""weights.in_flight -> vLLM's mode of a pause, and whether its caches are cleared. Its own mode "abort" would throw
-away the tokens that are sampled."""
+IN_FLIGHT = ("keep", "keep-cache", "wait", "abort", FINISH)
+"""Values of weights.in_flight."""
 ANSWER_S = 8
 """Seconds within which an engine answers the simplest request; one that takes longer is stuck."""
 LOOK_S = 0.5
@@ -181,7 +174,7 @@ class VLLMEngine:
 
     @_while_it_lives
     async def stale(self) -> list[str]:
-        """Names of weights that the last push did not bring; empty if vLLM's own transfer engine received it."""
+        """Names of weights that the last push did not bring."""
         return sorted({name for names in await self.llm.collective_rpc("stale_weights") for name in names})
 
     @_while_it_lives
@@ -247,22 +240,21 @@ class VLLMEngine:
         New requests wait; with `abort` all others end, after they have reported what they sampled.
 
         Raises:
-            InvalidArgument: `in_flight` is none of PAUSES, or not for as many versions of adapters as are kept here.
+            InvalidArgument: `in_flight` is none of these, or not for as many versions of adapters as are kept here.
         """
-        if in_flight not in PAUSES:
-            raise InvalidArgument(f"in_flight: {in_flight!r}; must be one of {', '.join(PAUSES)}")
+        if in_flight not in IN_FLIGHT:
+            raise InvalidArgument(f"in_flight: {in_flight!r}; must be one of {', '.join(IN_FLIGHT)}")
         if (in_flight == FINISH) != (self._config.adapter_versions > 1):
             raise InvalidArgument(
                 f"in_flight: {in_flight}, but the replica has adapter_versions: {self._config.adapter_versions}; "
                 f"{FINISH} needs more than 1, all others 1"
             )
-        mode, cleared = PAUSES[in_flight]
         if not self._resting:
             # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
-            if mode == "wait":
-                await drain(self.llm, clear_cache=cleared)
-            else:
-                await self.llm.pause_generation(mode=mode, clear_cache=cleared)
+            if in_flight == "wait":
+                await drain(self.llm)
+            else:  # vLLM's own mode "abort" would throw away the tokens that are sampled
+                await self.llm.pause_generation(mode="keep", clear_cache=in_flight not in ("keep-cache", FINISH))
         self.requests.pauses += 1
         # vLLM refuses a second update, and carries out what it was asked for even if the caller has given up on it.
         await self.llm.collective_rpc("close_weight_update")

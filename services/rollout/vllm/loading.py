@@ -141,12 +141,12 @@ class Loading:
         if self._device.type != "cpu":
             return
         self._kernels = vllm.expert_kernels(self._model)
-        vllm.set_kernels(dict.fromkeys(self._kernels).items())
+        vllm.set_kernels(dict.fromkeys(self._kernels))
 
     def _put_kernels_back(self) -> None:
         """Restores the kernels, which refer to the memory that the layers have kept; those that packing made refer to
         temporary tensors."""
-        vllm.set_kernels(self._kernels.items())
+        vllm.set_kernels(self._kernels)
         self._kernels = {}
 
     def _repack(self) -> None:

@@ -69,7 +69,7 @@ def test_a_pause_sends_all_that_was_sampled_with_the_old_weights(engine: QueuedE
 async def test_requests_that_come_while_others_end_wait_for_the_new_weights(engine: QueuedEngine) -> None:
     engine.ask("a", 3, NEW)
     engine.turn(3)
-    drained = asyncio.create_task(drain(SimpleNamespace(engine_core=engine), clear_cache=True))
+    drained = asyncio.create_task(drain(SimpleNamespace(engine_core=engine)))
     await asyncio.sleep(0)
     assert engine.core.scheduler.pause_state == PauseState.PAUSED_NEW
     engine.ask("b", 3, NEW)
