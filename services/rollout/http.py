@@ -1,6 +1,7 @@
 """The HTTP door of a replica: what the guard of Serve's proxy let through, answered by an engine's own door."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +18,7 @@ from quartet.serving.http import HeaderMetadata, health, refused, share_of_reque
 from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
 from quartet.wire.errors import InvalidArgument
-from services.rollout.metrics import Counts, Line, exposition
+from services.rollout.metrics import Line, exposition
 from services.rollout.openai_fields import read
 from services.rollout.session_holder import OpenSession, SessionStore
 from services.rollout.session_terms import terms_of
@@ -66,9 +67,9 @@ class Served:
     """Returns the name of the run that holds the replica; empty if none does."""
     beat: Callable[[], None]
     """Raises Unavailable if the engine stands still."""
-    check: Callable[["pb.GenerateRequest"], None] = lambda request: None
+    check: Callable[["pb.GenerateRequest"], None]
     """Raises unless the lease of a request holds the replica, which serves one of its versions."""
-    proved: Callable[[], "pb.Proof | None"] = lambda: None
+    proved: Callable[[], "pb.Proof | None"]
     """Returns the last proof of the run's pushes; None before one."""
 
 
@@ -92,18 +93,24 @@ class Door:
             desk: where the tokens of sessions are written out.
         """
         self._completions, self._check_health, self._sessions = completions, check_health, sessions
-        self._replicas, self._desk, self._counts = replicas, desk, Counts()
+        self._replicas, self._desk = replicas, desk
+        self._answered = Counter[tuple[str, int]]()
+        """Path and status -> number of answers."""
 
     @property
     def lines(self) -> list[Line]:
         """Metrics of this replica's door."""
-        return [*self._counts.lines, ("http_sampled_tokens_total", {}, self._completions.sampled)]
+        answered = [
+            ("http_requests_total", {"path": path, "status": str(status)}, number)
+            for (path, status), number in self._answered.items()
+        ]
+        return [*answered, ("http_sampled_tokens_total", {}, self._completions.sampled)]
 
     async def answer(self, request: Request) -> Response:
         """Answers a request. An error is an answer too, in the form that OpenAI's clients read."""
         path = str(request.scope["path"]).removeprefix(request.scope.get("root_path", ""))
         answer = await self._answer(path, request)
-        self._counts.note(path, answer.status_code)
+        self._answered[path, answer.status_code] += 1
         return answer
 
     async def _answer(self, path: str, request: Request) -> Response:

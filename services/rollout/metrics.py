@@ -1,7 +1,6 @@
 """Metrics in Prometheus' text format, of all replicas: a request reaches one of them, which asks the others."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,25 +24,6 @@ Line = tuple[str, dict[str, str], float]
 """Name, labels and number."""
 
 
-class Counts:
-    """A replica's counts of what it has answered."""
-
-    def __init__(self) -> None:
-        self._requests: Counter[tuple[str, int]] = Counter()
-
-    def note(self, path: str, status: int) -> None:
-        """Counts an answer."""
-        self._requests[path, status] += 1
-
-    @property
-    def lines(self) -> list[Line]:
-        """The counts."""
-        return [
-            ("http_requests_total", {"path": path, "status": str(status)}, number)
-            for (path, status), number in self._requests.items()
-        ]
-
-
 def packed(replica: str, lines: Iterable[Line]) -> bytes:
     """A replica's metrics on their way to the one that was asked."""
     return json.dumps([[name, {"replica": replica, **labels}, number] for name, labels, number in lines]).encode()
@@ -57,7 +37,7 @@ def exposition(replicas: Iterable[bytes], shared: Mapping[str, int]) -> Response
         shared: numbers of the application, by name.
     """
     lines: list[Any] = [line for replica in replicas for line in json.loads(replica)]
-    lines += [(name if name in METRICS else f"{name}_total", {}, number) for name, number in shared.items()]
+    lines += [(name, {}, number) for name, number in shared.items()]
     texts = []
     for name, (kind, meaning) in METRICS.items():
         own = [(labels, number) for known, labels, number in lines if known == name]

@@ -85,10 +85,6 @@ class SessionHolder:
         except ServiceError as error:
             return error, None
 
-    def counts(self) -> dict[str, int]:
-        """Numbers for the metrics."""
-        return self._sessions.counts
-
 
 class HeldSessions:
     """The sessions of an application, asked by one of its replicas."""
@@ -140,12 +136,9 @@ class HeldSessions:
     async def counts(self) -> dict[str, int]:
         """`Sessions.counts`; empty if there have been no sessions, or their holder does not answer."""
         try:
-            async with asyncio.timeout(ANSWER_S):
-                holder = await self._found(self._existing)
-                counted: dict[str, int] = {} if holder is None else await holder.counts.remote()
-                return counted
-        except (TimeoutError, RayActorError):
-            self._holder = None
+            counted: dict[str, int] = await self.ask("counts")
+            return counted
+        except (NotFound, Unavailable):
             return {}
 
     async def _found(self, find: Callable[[], Any]) -> Any:

@@ -354,11 +354,11 @@ class Sessions:
         self._of(owner, name)
         self._drop(name)
 
-    @property
     def counts(self) -> dict[str, int]:
         """Numbers for the metrics."""
         self._forget()
-        return {"sessions": len(self._sessions), "session_bytes": self._bytes.total(), "session_forks": self.forks}
+        held, size = len(self._sessions), self._bytes.total()
+        return {"sessions": held, "session_bytes": size, "session_forks_total": self.forks}
 
     def _of(self, owner: str, name: str) -> _Session:
         self._forget()

@@ -20,4 +20,4 @@ class LocalSessions:
         return getattr(self.held, method)(*args)
 
     async def counts(self) -> dict[str, int]:
-        return self.held.counts
+        return self.held.counts()

@@ -161,7 +161,7 @@ async def test_what_was_sampled_and_what_was_given_are_segments(door: Door, conf
     assert (task.base_url, task.model, task.seed) == ("http://127.0.0.1:1/rollout/v1", "mine", 77)
     assert (task.sample, task.row, task.prompt, task.label, task.columns) == (5, 2, "w7 w8", "w9", {"unit": "m"})
     assert "session" not in repr(task)
-    assert door.held.counts["sessions"] == 0
+    assert door.held.counts()["sessions"] == 0
 
 
 async def test_the_session_is_on_the_run_s_terms(door: Door, config: OrchestratorConfig) -> None:
@@ -203,7 +203,7 @@ async def test_a_conversation_that_failed_is_begun_again(door: Door, config: Orc
     had, repeats = await converse(door, config, solve)
     assert had.segments[1].ids.tolist() == [13]
     assert (len({*begun}), repeats) == (3, 2)
-    assert door.held.counts["sessions"] == 0
+    assert door.held.counts()["sessions"] == 0
 
 
 async def test_it_ends_the_run_by_name_at_its_last_attempt(door: Door, config: OrchestratorConfig) -> None:
@@ -216,7 +216,7 @@ async def test_it_ends_the_run_by_name_at_its_last_attempt(door: Door, config: O
     with pytest.raises(ConfigError, match=said):
         await converse(door, config, solve)
     assert len(door.started) == 3
-    assert door.held.counts["sessions"] == 0
+    assert door.held.counts()["sessions"] == 0
 
 
 async def test_so_many_go_on_at_a_time_as_may(door: Door, config: OrchestratorConfig) -> None:
@@ -233,7 +233,7 @@ async def test_so_many_go_on_at_a_time_as_may(door: Door, config: OrchestratorCo
     async with open_agents(door, with_agent(config, at_once=2), solve) as agents:
         await asyncio.gather(*(agents.converse(REQUEST, **BOUNDS) for _ in range(6)))
     assert (most, len(door.started)) == (2, 6)
-    assert door.held.counts["sessions"] == 0
+    assert door.held.counts()["sessions"] == 0
 
 
 @pytest.mark.parametrize(("most", "asked"), [(MOST_OF_A_SESSION, 32), (1, 96)], ids=["together", "one by one"])
@@ -253,7 +253,7 @@ async def test_those_that_begin_and_end_together_share_requests(
     assert [each.segments[1].ids.tolist() for each in had] == [[100 + number] for number in range(64)]
     assert [each["seed"] for each in door.started] == list(range(64))
     assert door.requests < asked  # and not three for each
-    assert door.held.counts["sessions"] == 0
+    assert door.held.counts()["sessions"] == 0
 
 
 async def test_a_command_that_is_late_is_ended(door: Door, config: OrchestratorConfig) -> None:
@@ -415,7 +415,7 @@ async def test_the_session_of_an_agent_that_was_late_takes_no_more_requests(
             with pytest.raises(ConfigError, match=r"took longer than 0\.2 s"):
                 await agents.converse(REQUEST, **BOUNDS)
             async with asyncio.timeout(10):
-                while door.held.counts["sessions"]:
+                while door.held.counts()["sessions"]:
                     await asyncio.sleep(0.01)
     finally:
         end.set()
@@ -439,12 +439,12 @@ async def test_a_removal_that_is_not_answered_holds_nothing_up(door: Door, confi
                     await agents.converse(REQUEST, **BOUNDS)
                 while door.requests < 3:  # that which starts it, that for its tokens, and its removal
                     await asyncio.sleep(0.01)
-            assert door.held.counts["sessions"] == 1
+            assert door.held.counts()["sessions"] == 1
         finally:
             door.held.trajectories = tell  # type: ignore[method-assign]
             door.answers = asyncio.Event()  # the removal itself is never answered
             door.answers.set()
-    assert door.held.counts["sessions"] == 0
+    assert door.held.counts()["sessions"] == 0
 
 
 async def test_a_removal_that_was_refused_is_sent_again(door: Door, config: OrchestratorConfig) -> None:
@@ -457,7 +457,7 @@ async def test_a_removal_that_was_refused_is_sent_again(door: Door, config: Orch
             await sessions.trajectory(second)
         door.busy = False
         assert (await sessions.trajectory(second))["session_id"] == second.session_id
-        assert door.held.counts["sessions"] == 1
+        assert door.held.counts()["sessions"] == 1
 
 
 async def test_a_run_that_ends_removes_its_sessions(door: Door, config: OrchestratorConfig) -> None:
@@ -472,7 +472,7 @@ async def test_a_run_that_ends_removes_its_sessions(door: Door, config: Orchestr
     under_way.cancel()
     with pytest.raises(asyncio.CancelledError):
         await under_way
-    assert door.held.counts["sessions"] == 0
+    assert door.held.counts()["sessions"] == 0
 
 
 async def test_a_service_that_is_gone_is_waited_for_and_then_named(config: OrchestratorConfig) -> None:

@@ -174,7 +174,7 @@ async def test_several_sessions_are_started_told_and_removed_by_one_request_each
     assert [each.get("task_id") for each in told["trajectories"]] == ["a", "b", None]
     assert "gone is not here" in told["trajectories"][2]["error"]
     assert await asked("/rl/trajectory", {"remove_ids": names}) == (200, {"trajectories": []})
-    assert sessions.held.counts["sessions"] == 0
+    assert sessions.held.counts()["sessions"] == 0
     status, told = await asked("/rl/start_session", several, session=names[0], **of_all)
     assert (status, "X-Session-ID: is that of one session" in told["error"]["message"]) == (400, True)
 

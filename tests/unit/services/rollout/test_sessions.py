@@ -58,7 +58,7 @@ def test_another_prompt_is_a_fork_in_which_all_of_it_is_given(sessions: Sessions
     record(sessions, ids(5, 6), sampled(10, 11))
     assert record(sessions, prompt, sampled(20)) == (1, 1)
     told = told_of(sessions)
-    assert (told["forks"], sessions.counts["session_forks"]) == (1, 1)
+    assert (told["forks"], sessions.counts()["session_forks_total"]) == (1, 1)
     assert [segment["sampled"] for segment in told["sequences"][1]["segments"]] == [False, True]
     # Both go on, each with its own.
     assert record(sessions, ids(5, 6, 10, 11, 1), sampled(21)) == (0, 1)
@@ -228,7 +228,7 @@ def test_the_bytes_that_are_counted_are_all_that_are_held(sessions: Sessions) ->
         held = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert held <= sessions.counts["session_bytes"]
+    assert held <= sessions.counts()["session_bytes"]
 
 
 def test_numbers_are_written_in_pieces_as_json_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_what_has_ended_takes_nothing_and_keeps_its_tokens(sessions: Sessions) -
     for gone in (lambda: told_of(sessions), lambda: sessions.remove(ME, S)):
         with pytest.raises(NotFound, match="its tokens are lost"):
             gone()
-    assert sessions.counts == {"sessions": 1, "session_bytes": 1024, "session_forks": 0}
+    assert sessions.counts() == {"sessions": 1, "session_bytes": 1024, "session_forks_total": 0}
 
 
 def test_anothers_session_is_none(sessions: Sessions) -> None:
@@ -353,7 +353,7 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
     clock.now += 2
     with pytest.raises(NotFound, match="s2 is not here: it was removed, or nothing was heard of it for long"):
         sessions.begun(ME, "s2", [], "t")
-    assert sessions.counts["sessions"] == 1
+    assert sessions.counts()["sessions"] == 1
     sessions.record(ME, "s1", "c", ids(5), sampled(10), b"")
     for bound, most in (("MOST_TURNS", 1), ("MOST_OF_A_SESSION", 2064)):
         with monkeypatch.context() as bounded:
@@ -361,7 +361,7 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
             with pytest.raises(ResourceExhausted, match="s1 has 1 responses and 2064 bytes") as never:
                 sessions.begun(ME, "s1", [], "t")
             assert never.value.retry_after_s is None
-    monkeypatch.setattr(module, "MOST_BYTES", 2 * sessions.counts["session_bytes"])
+    monkeypatch.setattr(module, "MOST_BYTES", 2 * sessions.counts()["session_bytes"])
     for refused in (lambda: sessions.start(ME, "s5", "t"), lambda: sessions.begun(ME, "s1", [], "t")):
         with pytest.raises(ResourceExhausted, match=r"me has [0-9]+ bytes of sessions, and the most is "):
             refused()
@@ -371,7 +371,7 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
     clock.now += KEPT_S + 1
     sessions.start(ME, "s7", "t")
     clock.now += KEPT_S + 1
-    assert sessions.counts["sessions"] == 0
+    assert sessions.counts()["sessions"] == 0
 
 
 def test_several_are_started_all_or_none(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def test_several_are_started_all_or_none(sessions: Sessions, monkeypatch: pytest
     assert [sessions.begun(ME, name, [], "t").terms.seed for name, _, _ in asked] == [0, 1]
     with pytest.raises(ResourceExhausted):
         sessions.start_all(ME, "t", [(f"n{place}", "", {}) for place in range(2)])
-    assert sessions.counts["sessions"] == 3
+    assert sessions.counts()["sessions"] == 3
 
 
 @pytest.mark.parametrize("wrong", [("new", {}), ("found", {"seed": 9})], ids=["no room", "other terms"])
@@ -394,7 +394,7 @@ def test_several_that_are_refused_leave_those_that_were_there_as_they_were(
     name, terms = wrong
     with pytest.raises((ResourceExhausted, InvalidArgument)):
         sessions.start_all(ME, "t", [(S, "", {}), ("first", "", {}), (name, "", terms)])
-    assert sessions.counts["sessions"] == 2
+    assert sessions.counts()["sessions"] == 2
     assert sessions.trajectory(ME, S)["sequences"][0]["ids"].tolist() == [5, 10]
 
 
@@ -411,4 +411,4 @@ def test_several_are_told_and_others_removed_at_once(sessions: Sessions, monkeyp
     monkeypatch.setattr(module, "MOST_OF_A_SESSION", 1)
     assert len(sessions.trajectories(ME, [S, "other"])) == 1
     assert sessions.trajectories(ME, [], remove=[S, "other"]) == []
-    assert sessions.counts["sessions"] == 0
+    assert sessions.counts()["sessions"] == 0

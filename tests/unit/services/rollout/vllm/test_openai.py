@@ -177,7 +177,11 @@ async def replica(vllm_config: Any, renderer: Any, policy_folder: Path) -> Repli
     admission, slots = Admission(limits), EngineSlots(8, limits, quantum=MAX_LENGTH)
     made: list[Replica] = []
     proof = pb.Proof(policy_version=2, difference=0.25)
-    served = Served(engine, admission, slots, lambda: "mine", lambda: made[0].beat(), proved=lambda: proof)
+    served = Served(
+        *(engine, admission, slots, lambda: "mine", lambda: made[0].beat()),
+        check=lambda request: None,
+        proved=lambda: proof,
+    )
     config = RolloutConfig(model=str(policy_folder), kv_cache_mib=1, tool_parser="hermes")
     made.append(Replica(llm, VLLMCompletions(config, served), engine, admission))
     return made[0]
