@@ -139,8 +139,7 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     """
     if path == "/tokenize" and len(body) > LONGEST_TO_TOKENIZE:
         raise InvalidArgument(f"the body has more than {LONGEST_TO_TOKENIZE} bytes; send the text in parts")
-    given = {name: value for name, value in json_object(body).items() if value is not None}
-    check_names(given, FIELDS[path], path)
+    given = fields_of(json_object(body), FIELDS[path], path)
     _check_numbers(given, of_chat="messages" in FIELDS[path])
     _check_stops(given)
     if path == GENERATE:
@@ -164,8 +163,7 @@ def read(body: bytes, path: str) -> dict[str, Any]:
         if name in given:
             _check_tokens(name, given[name], len(body))
     for name, longest in (("cache_salt", LONGEST_SALT), ("task_id", LONGEST_TASK), ("interaction_id", LONGEST_TASK)):
-        if name in given and not (isinstance(given[name], str) and len(given[name]) <= longest):
-            raise InvalidArgument(f"{name}: should be a text of {longest} characters at most")
+        _check_text(name, given.get(name, ""), longest)
     if "sessions" in given:
         given["sessions"] = _read_sessions(given["sessions"])
     for name in ("session_ids", "remove_ids"):
@@ -185,30 +183,28 @@ def _read_sessions(sessions: Any) -> list[dict[str, Any]]:
 def _read_session(session: Any, where: str) -> dict[str, Any]:
     if not isinstance(session, dict):
         raise InvalidArgument(f"{where}: should be an object")
-    given = {name: value for name, value in session.items() if value is not None}
-    check_names(given, _EACH_SESSION, where)
-    task = given.get("task_id", "")
-    if not (isinstance(task, str) and len(task) <= LONGEST_TASK):
-        raise InvalidArgument(f"{where}.task_id: should be a text of {LONGEST_TASK} characters at most")
+    given = fields_of(session, _EACH_SESSION, where)
+    _check_text(f"{where}.task_id", given.get("task_id", ""), LONGEST_TASK)
     if "seed" in given:
         _check_number(f"{where}.seed", given["seed"], *_INTEGERS["seed"], whole=True)
     return given
 
 
-def check_names(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    """Raises InvalidArgument for the first field that is not known."""
-    for name in given:
+def fields_of(given: Mapping[str, Any], known: frozenset[str], where: str) -> dict[str, Any]:
+    """The fields that are not null. InvalidArgument for the first of them that is not known."""
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name in fields:
         if name not in known:
             names = ", ".join(sorted(known)) or "none"
             raise InvalidArgument(f"{name[:64]}: not a field of {where} here; known: {names}")
+    return fields
 
 
 def _read_sampling(sampling: Any) -> dict[str, Any]:
     """The `sampling_params` of a request of tokens, of which nothing else is vLLM's own."""
     if not isinstance(sampling, dict | None):
         raise InvalidArgument("sampling_params: should be an object")
-    given = {name: value for name, value in (sampling or {}).items() if value is not None}
-    check_names(given, SAMPLING_FIELDS, "sampling_params")
+    given = fields_of(sampling or {}, SAMPLING_FIELDS, "sampling_params")
     _check_numbers(given)
     _check_stops(given)
     given.pop(NO_EXPERTS, None)
@@ -293,6 +289,11 @@ def _check_number(name: str, value: Any, least: float, most: float, *, whole: bo
     raise InvalidArgument(f"{name}: {shown}; should {should}")
 
 
+def _check_text(name: str, value: Any, longest: int) -> None:
+    if not (isinstance(value, str) and len(value) <= longest):
+        raise InvalidArgument(f"{name}: should be a text of {longest} characters at most")
+
+
 def _check_stops(given: Mapping[str, Any]) -> None:
     check_stop_texts("stop", given.get("stop", []))
     _check_tokens("stop_token_ids", given.get("stop_token_ids", []), MOST_STOPS)
@@ -368,8 +369,7 @@ def _check_messages(messages: Any, most: int) -> None:
         if not message.get("role"):
             raise InvalidArgument(f"{where}.role: missing; such as user")
         content = message.get("content")
-        parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
-        if not isinstance(parts, list) or not all(_is_text(part) for part in parts):
+        if not isinstance(content, str | None) and not (isinstance(content, list) and all(map(_is_text, content))):
             raise InvalidArgument(f'{where}.content: should be a text, or {{"type": "text"}} parts')
 
 

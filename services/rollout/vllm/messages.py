@@ -20,7 +20,7 @@ from quartet.serving.share import Share
 from quartet.wire.errors import InvalidArgument, ServiceError
 from quartet.wire.json_object import json_object
 from services.rollout.histories import object_of
-from services.rollout.openai_fields import COUNT, FIELDS, WITHOUT_EFFECT, check_names, check_stop_texts
+from services.rollout.openai_fields import COUNT, FIELDS, WITHOUT_EFFECT, check_stop_texts, fields_of
 from services.rollout.session_holder import OpenSession
 
 _CHAT, _TOKENIZE = "/v1/chat/completions", "/tokenize"
@@ -113,8 +113,7 @@ class Messages:
 
 def _as_chat(body: bytes, path: str, tokenizer: Any) -> bytes:
     """The request as one of OpenAI's protocol. InvalidArgument names the field that is wrong."""
-    given = {name: value for name, value in json_object(body).items() if value is not None}
-    check_names(given, FIELDS[path], path)
+    given = fields_of(json_object(body), FIELDS[path], path)
     stop = given.pop("stop_sequences", [])
     if not isinstance(stop, list):
         raise InvalidArgument("stop_sequences: should be a list of texts")
