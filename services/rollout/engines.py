@@ -1,12 +1,11 @@
 """Engines by name. A new one is a package beside vllm/ with a `start`, and a row here."""
 
-import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from quartet.config.base import ConfigError
@@ -72,7 +71,7 @@ async def start(config: "RolloutConfig") -> "Engine":
     """Starts the engine that a configuration names, one of the user's own found as reward functions are. ConfigError
     if that cannot be imported; other errors are the engine's own."""
     ours = ENGINES.get(config.engine)
-    begin: Start = own(config.engine, "rollout.args.engine") if ours is None else _imported(ours.start)
+    begin: Start = own(config.engine, "rollout.args.engine") if ours is None else resolve_name(ours.start)
     return await begin(config)
 
 
@@ -98,16 +97,16 @@ def completions(config: "RolloutConfig", served: "Served") -> "Completions | Non
     named = kind_of(config).completions
     if named is None:
         return None
-    made: Completions = _imported(named)(config, served)
+    made: Completions = resolve_name(named)(config, served)
     return made
 
 
 def unknown_parsers(config: "RolloutConfig") -> Mapping[str, list[str]]:
     """Fields that name a parser which the engine does not have -> the names that they may have. Empty where none is
-    named, or where the engine is not installed on this machine and the replica will tell."""
+    named, or where this machine cannot tell, as without the engine, and the replica will."""
     module = kind_of(config).parsers
     named = {field: name for field in ("tool_parser", "reasoning_parser") if (name := getattr(config, field))}
-    if not named or module is None or find_spec("vllm") is None:
+    if not named or module is None:
         return {}
     known: dict[str, list[str]] | None = _told("-m", module)
     return {} if known is None else {field: known[field] for field, name in named.items() if name not in known[field]}
@@ -121,8 +120,3 @@ def _told(*arguments: str) -> Any:
     except (subprocess.SubprocessError, OSError):
         return None
     return json.loads(told.stdout.splitlines()[-1])
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -17,7 +17,6 @@ from transformers import LlamaConfig
 
 from orchestrator.commands.checks.startable import ACCELERATOR, OWN_RESOURCES, beyond_this_machine, unstartable
 from orchestrator.deployment.file import Deployment
-from services.rollout import engines
 from services.rollout.config import RolloutConfig
 from services.rollout.engines import problem_of_own, unknown_parsers
 from tests.unit.preflights import application, args, ask, checked, problems, refused
@@ -110,11 +109,12 @@ def test_a_parser_that_the_engine_does_not_have_is_refused(raw: dict[str, Any], 
 
 
 def test_parsers_are_left_to_the_replica_where_its_engine_is_not(
-    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named: Any = {"model": args(raw, "rollout")["model"], "tool_parser": "hermess"}
     assert unknown_parsers(RolloutConfig(**named, engine="examples.plain_engine:start")) == {}
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    (tmp_path / "vllm.py").write_text("raise ModuleNotFoundError('vllm')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert unknown_parsers(RolloutConfig(**named)) == {}
 
 
