@@ -81,7 +81,6 @@ class Told:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._calls: dict[int, dict[str, str]] = {}
-        self.role = "assistant"
 
     def add(self, delta: Mapping[str, Any]) -> None:
         """Takes the `delta` of an event."""
@@ -96,7 +95,7 @@ class Told:
     def message(self) -> dict[str, Any]:
         """The message."""
         calls = [{"function": call} for _, call in sorted(self._calls.items())]
-        return {"role": self.role, "content": "".join(self._texts), "tool_calls": calls}
+        return {"role": "assistant", "content": "".join(self._texts), "tool_calls": calls}
 
 
 def _digest(before: bytes, said: Any) -> bytes:

@@ -6,15 +6,12 @@ from enum import StrEnum
 import numpy as np
 
 from protos import rollout_pb2 as pb
-from quartet.trajectory import Segment
-from quartet.trajectory import VersionSpans as VersionSpans
+from quartet.trajectory import Segment, VersionSpans
 from quartet.wire.codec import Floats, Ints, pack_floats, pack_ints, unpack_floats, unpack_ints
 from quartet.wire.errors import InvalidArgument
 
 MOST_STOPS = 256
 """Most stop tokens of one request; the engine keeps them with every prompt."""
-
-
 COLDEST, HOTTEST = 0.01, 2.0
 """Lowest temperature above 0 that vLLM samples at, as it raises lower ones, and the highest that it takes."""
 

@@ -47,8 +47,10 @@ async def following(
     _, found, tail = str(prompt["prompt"]).partition(_MARK)
     if not found or _MARK in tail:
         return None
-    added = await asyncio.to_thread(_encoded, engine.tokenizer, _after_end(tail, begun.ids, engine, request))
-    whole: Ints = np.concatenate([begun.ids, added])
+    added = await asyncio.to_thread(
+        engine.tokenizer, _after_end(tail, begun.ids, engine, request), add_special_tokens=False
+    )
+    whole: Ints = np.concatenate([begun.ids, np.asarray(added["input_ids"], np.int32)])
     return whole
 
 
@@ -58,7 +60,3 @@ def _after_end(tail: str, ids: Ints, engine: Engine, request: ChatCompletionRequ
     end = str(engine.tokenizer.decode([last])) if last in (*engine.end_ids, *(request.stop_token_ids or ())) else ""
     bare = tail.lstrip()
     return bare.removeprefix(end) if end and bare.startswith(end) else tail
-
-
-def _encoded(tokenizer: Any, text: str) -> Ints:
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)

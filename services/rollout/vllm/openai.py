@@ -7,7 +7,7 @@ calls over gRPC, and adds to each answer the versions of the weights that sample
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import replace
@@ -123,9 +123,7 @@ class VLLMCompletions:
         setattr(completion, write, partial(partial, getattr(completion, write)))
         chat.chat_completion_full_generator = _later(chat.chat_completion_full_generator)
         tokens.serve_tokens_full_generator = _later(tokens.serve_tokens_full_generator)
-        self._tokens = ServingTokenization(
-            self._models, renderer, chat_template=None, chat_template_content_format="auto"
-        )
+        self._tokens = ServingTokenization(self._models, renderer, **template)
         self._messages = Messages(messages, self.answer, self._reading, llm.renderer.get_tokenizer())
         self._routes: dict[str, tuple[Any, Callable[..., Any]]] = {
             "/v1/completions": (CompletionRequest, completion.create_completion),
@@ -200,7 +198,8 @@ class VLLMCompletions:
             async with self._desk.turn(share, len(body)) as call.leave_desk:
                 if begun.messages and kind is ChatCompletionRequest:
                     engine = self._served.engine
-                    self._check_ids(begun.ids.tolist())
+                    if (largest := int(begun.ids.max())) >= engine.vocab_size:
+                        raise InvalidArgument(f"messages: {largest} among their tokens is outside the vocabulary")
                     ids = await following(self._renderer, engine, request, given["messages"], begun)
                     if ids is not None:
                         call.check_room(len(ids))
@@ -232,10 +231,6 @@ class VLLMCompletions:
                 "tools: this application has no tool_parser (rollout.args), which would find the model's calls; send "
                 "tool_choice: none if it is to make none"
             )
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if max(ids) >= self._served.engine.vocab_size:
-            raise InvalidArgument(f"messages: {max(ids)} among their tokens is outside the vocabulary")
 
     def _name(self) -> None:
         """Gives vLLM the names under which the model is served now: that of the run, or of the model's folder before

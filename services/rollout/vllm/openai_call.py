@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from quartet.serving.http import refusal
 from quartet.serving.share import Share
 from quartet.serving.slots import Running
-from quartet.trajectory import Segment
+from quartet.trajectory import Segment, VersionSpans
 from quartet.wire.errors import InvalidArgument, ServiceError, Unavailable
 from quartet.wire.http_errors import HttpError, http_error
 from quartet.wire.json_object import whole_characters
@@ -27,7 +27,6 @@ from services.rollout.histories import Told, answered
 from services.rollout.http import Served
 from services.rollout.interface import check_least
 from services.rollout.openai_fields import TOKEN_FIELDS
-from services.rollout.sample import VersionSpans
 from services.rollout.session_holder import OpenSession
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.scheduler import AT_ONCE_KEY, STREAMED_KEY
@@ -120,9 +119,9 @@ class OpenAICall:
         share: Share,
         versions: tuple[int, int] | None,
         longest: int,
-        turn: Turn | None = None,
+        turn: Turn | None,
         *,
-        bounded: bool = False,
+        bounded: bool,
     ) -> None:
         """
         Args:
@@ -353,7 +352,8 @@ class OpenAICall:
         self, first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream as they are sent."""
-        told, last, message = Told(), {} if first is None else first, False
+        told, message = Told(), False
+        last: dict[str, Any] = {}
         late: list[Mapping[str, Any]] = []
         async with aclosing(_all(first, rest)) as events:
             async for last in events:

@@ -14,9 +14,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet.seams.vllm import adapters_at, spans_so_far, waits
+from quartet.trajectory import VersionSpans
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import Unavailable
-from services.rollout.sample import FinishReason, Sample, Sampling, VersionSpans, cut, following
+from services.rollout.sample import FinishReason, Sample, Sampling, cut, following
 from services.rollout.vllm.sampling import BEGUN_KEY
 
 FINISHED = frozenset(FinishReason)
