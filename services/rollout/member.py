@@ -103,7 +103,7 @@ class WeightMember:
             self._fence.check(phase.lease)
         except ServiceError as error:
             # Not rolled back: an open push belongs to another run.
-            return self._report(ok=False, fenced=isinstance(error, LeaseLost), error=f"{name}: {error}")
+            return self._report(f"{name}: {error}", fenced=isinstance(error, LeaseLost))
         if phase.HasField("proved"):
             self.proved = phase.proved
         if name == "probe":
@@ -135,19 +135,19 @@ class WeightMember:
                 message = getattr(phase, name).SerializeToString(deterministic=True)
                 asked = (phase.lease.number, name, message)
                 if self._last is not None and self._last[0] == asked:
-                    return self._report(ok=True, checksum=self._last[1])
+                    return self._report(checksum=self._last[1])
                 self._last = None
                 checksum = await steps[name](getattr(phase, name))
                 self._last = asked, checksum
                 if name == "commit":
                     self._timeline = phase.lease.number
-            return self._report(ok=True, checksum=checksum)
+            return self._report(checksum=checksum)
         except LeaseLost as error:
-            return self._report(ok=False, fenced=True, error=f"{name}: {error}")
+            return self._report(f"{name}: {error}", fenced=True)
         except Exception as error:
             log.warning("push: %s failed on %s: %s", name, self._replica, error)
             await self._roll_back(phase.timeout_s)
-            return self._report(ok=False, error=f"{name}: {type(error).__name__}: {error}"[:1000])
+            return self._report(f"{name}: {type(error).__name__}: {error}")
         finally:
             if self._open or self._resting_s:
                 if self._patience is not None:  # of another phase that waited for its turn beside this one
@@ -157,14 +157,14 @@ class WeightMember:
 
     async def _discover(self, message: pb.Discover, timeout_s: float) -> pb.WeightReport:
         if self._stuck:
-            return self._report(ok=False, error=self.failure or "a push that failed is still being rolled back")
+            return self._report(self.failure or "a push that failed is still being rolled back")
         try:
             async with asyncio.timeout(timeout_s):
                 if not self.busy:  # a phase has its own deadline
                     await self._engine.check_health()
         except Exception as error:
-            return self._report(ok=False, error=f"its engine does not answer: {type(error).__name__}: {error}"[:1000])
-        return self._report(ok=True, misfit=self._misfit(message.manifest) if message.manifest else "")
+            return self._report(f"its engine does not answer: {type(error).__name__}: {error}")
+        return self._report(misfit=self._misfit(message.manifest) if message.manifest else "")
 
     def _misfit(self, manifest: bytes) -> str:
         try:
@@ -199,10 +199,10 @@ class WeightMember:
             if self._lapsing is not None:
                 self._lapsing.cancel()
             self._lapsing = asyncio.create_task(self._lapse(phase.claim.ttl_s))
-            return self._report(ok=True)
+            return self._report()
         except Exception as error:
             text = f"claim: {error}" if isinstance(error, ServiceError) else f"claim: {type(error).__name__}: {error}"
-            return self._report(ok=False, fenced=isinstance(error, LeaseLost), error=text[:1000])
+            return self._report(text, fenced=isinstance(error, LeaseLost))
 
     async def _probe(self, message: pb.Probe, timeout_s: float) -> pb.WeightReport:
         """Scores the probe's sequences; the engine goes on sampling meanwhile."""
@@ -210,14 +210,17 @@ class WeightMember:
             async with asyncio.timeout(timeout_s):
                 vocabulary, field = self._engine.vocab_size, "probe.sequences"
                 scored = await self._engine.score(unpack_sequences(message.sequences, field, vocab_size=vocabulary))
-                return self._report(ok=True, logprobs=pack_floats(scored), stale=await self._engine.stale())
+                return self._report(logprobs=pack_floats(scored), stale=await self._engine.stale())
         except Exception as error:
             log.warning("push: probe failed on %s: %s", self._replica, error)
-            return self._report(ok=False, error=f"probe: {type(error).__name__}: {error}"[:1000])
+            return self._report(f"probe: {type(error).__name__}: {error}")
 
-    def _report(self, **fields: Any) -> pb.WeightReport:
+    def _report(self, error: str = "", **fields: Any) -> pb.WeightReport:
+        """This replica's report on a phase, which has succeeded unless there is an error."""
         return pb.WeightReport(
             replica=self._replica,
+            ok=not error,
+            error=error[:1000],
             policy_version=self._engine.version,
             timeline=self._timeline,
             membership=self._membership,
