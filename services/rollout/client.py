@@ -73,16 +73,14 @@ class Remaining:
                 raise InvalidReply(f"{call}: a segment of prompt {message.index}, but {len(asked)} were sent")
             with reading(call):  # with its prompt's index among the caller's, instead of among those of this call
                 sample = from_wire(message, asked[message.index])
-            if sample.finish_reason is not None:
+            if sample.finish_reason is None:
+                before = self._parts.get(sample.index)
+                self._parts[sample.index] = following(before, sample) if before else sample
+            else:
                 part = begun.get(sample.index)
-                whole = replace(following(part, sample), kept=len(part.response_ids)) if part else sample
-                samples.append(whole)
-                continue
-            before = self._parts.get(sample.index)
-            self._parts[sample.index] = following(before, sample) if before else sample
-        for sample in samples:
-            self._missing.discard(sample.index)
-            self._parts.pop(sample.index, None)
+                samples.append(replace(following(part, sample), kept=len(part.response_ids)) if part else sample)
+                self._missing.discard(sample.index)
+                self._parts.pop(sample.index, None)
         return samples
 
     def among(self, asked: Sequence[int]) -> int:

@@ -140,10 +140,10 @@ class Rollout(HealthMixin, HttpMixin):
         self._check_held(request)
         sampling = Sampling.from_wire(request.sampling)
         self._check_sampling(sampling)
-        packed, begun = PackedSequences.of(request.prompts), PackedSequences.of(request.begun)
-        tokens = packed.tokens + packed.rows * sampling.max_new_tokens
-        with self._admission.admitted(share, packed.rows, tokens, "prompts"):
-            prompts = packed.unpack("prompts", vocab_size=self._engine.vocab_size)
+        asked, begun = PackedSequences.of(request.prompts), PackedSequences.of(request.begun)
+        tokens = asked.tokens + asked.rows * sampling.max_new_tokens
+        with self._admission.admitted(share, asked.rows, tokens, "prompts"):
+            prompts = asked.unpack("prompts", vocab_size=self._engine.vocab_size)
             self._check_fit(prompts, sampling)
             given = begun.unpack("begun", vocab_size=self._engine.vocab_size, allow_empty=True)
             call = Call(self._engine, prompts, sampling, request.seeds, given)
