@@ -266,9 +266,8 @@ async def _heard(stream: grpc.aio.UnaryStreamCall, stall_s: float) -> AsyncItera
     """Yields the stream's messages; TimeoutError if no message comes for `stall_s`."""
     messages = aiter(stream)
     while True:
-        try:
-            async with asyncio.timeout(stall_s):
-                message = await anext(messages)
-        except StopAsyncIteration:
+        async with asyncio.timeout(stall_s):
+            message = await anext(messages, None)
+        if message is None:
             return
         yield message
