@@ -214,3 +214,9 @@ def load_tokenizer(path: str) -> Any:
 def max_length(config: Any) -> int:
     """Longest sequence that a model of this configuration takes, in tokens."""
     return int(getattr(config, "max_position_embeddings", 1 << 30))
+
+
+def native_length(config: Any) -> int:
+    """Longest sequence that a model of this configuration takes without RoPE scaling, in tokens."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(rope.get("original_max_position_embeddings") or max_length(config))

@@ -8,7 +8,7 @@ from orchestrator.deployment.file import ServicesFile
 from quartet.config.base import ConfigError
 from quartet.models.architectures import TESTED_ARCHITECTURES
 from quartet.models.attention import packed
-from quartet.models.loading import max_length, shape_of_causal
+from quartet.models.loading import max_length, native_length, shape_of_causal
 from quartet.models.size import head_size
 from services.rollout.config import RolloutConfig
 from services.rollout.engines import kind_of
@@ -37,7 +37,7 @@ def too_long_for_model(section: RolloutConfig, name: str, told: int | None = Non
     beyond = model is not None and kind == "default" and section.max_length > max_length(model)
     if beyond and section.max_length != told:
         yield f"{field} takes {max_length(model)} tokens (its max_position_embeddings)"
-    native = int(rope.get("original_max_position_embeddings") or max_length(model))
+    native = native_length(model)
     if kind in packed.BY_LENGTH and section.max_length > native:
         yield (
             f"{field} rotates longer sequences than {native} tokens by other frequencies (rope_type {kind}), which "

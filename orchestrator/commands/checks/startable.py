@@ -28,7 +28,7 @@ from quartet.config.learner import LearnerConfig, LoraConfig
 from quartet.folders import unusable
 from quartet.learner.lora import adapters_for, add_adapters
 from quartet.models.device import VISIBLE
-from quartet.models.loading import max_length, shape_of_causal
+from quartet.models.loading import native_length, shape_of_causal
 from quartet.models.size import cached
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
@@ -205,7 +205,7 @@ def _engine(deployment: ServicesFile, section: RolloutConfig, where: str, reserv
         )
     if config is None or section.kv_cache_mib is None:
         return
-    longest = section.longest(max_length(config))
+    longest = section.longest(native_length(config))
     tokens = -(-longest // CPU_BLOCK) * CPU_BLOCK if on_cpu else longest
     # Of fewer heads with keys and values than there are parts, several parts keep the same one.
     parts = min(size, groups or size)

@@ -8,9 +8,9 @@ from vllm.config import WeightTransferConfig
 from vllm.model_executor.models import ModelRegistry, supports_lora
 
 from quartet.config.base import ConfigError
-from quartet.models.loading import load_config, load_tokenizer
+from quartet.models.loading import load_config, load_tokenizer, native_length
 from quartet.wire.identity import vocabulary_size
-from services.rollout.config import DEFAULT_LENGTH, RolloutConfig
+from services.rollout.config import RolloutConfig
 
 FREE_SHARE = 0.02
 """Share of a GPU that has to be free for an engine with a configured cache size."""
@@ -32,7 +32,7 @@ def engine_args(config: RolloutConfig, adapted: Collection[str] = ()) -> AsyncEn
         model=config.model,
         trust_remote_code=False,
         dtype=config.dtype,
-        max_model_len=config.longest(_positions(config.model)),
+        max_model_len=config.longest(native_length(load_config(config.model))),
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=config.kv_cache_mib << 20 if config.kv_cache_mib else None,
         gpu_memory_utilization=utilization(config, gpu=gpu),
@@ -76,14 +76,6 @@ def _is_padded(config: RolloutConfig) -> bool:
     """True if the model's vocabulary has entries that its tokenizer does not know."""
     entries = load_config(config.model).get_text_config().vocab_size
     return bool(entries > vocabulary_size(load_tokenizer(config.model)))
-
-
-def _positions(model: str) -> int:
-    """Longest sequence that the model takes by itself, in tokens."""
-    config = load_config(model)
-    rope = getattr(config, "rope_parameters", None) or {}
-    longest = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-    return int(longest or DEFAULT_LENGTH)
 
 
 def utilization(config: RolloutConfig, *, gpu: bool) -> float:

@@ -157,13 +157,14 @@ def test_an_own_engine_is_looked_at_in_another_process(
 @pytest.mark.usefixtures("without_gpu")
 def test_the_cache_has_to_hold_one_longest_response(raw: dict[str, Any], tmp_path: Path) -> None:
     """Keys and values of 2 layers with 4 heads of 32 numbers of 4 bytes are 2 KiB a token, 8 MiB for 4096 tokens."""
-    LlamaConfig(
+    model = LlamaConfig(
         hidden_size=256,
         num_attention_heads=8,
         num_key_value_heads=4,
         num_hidden_layers=2,
         max_position_embeddings=4096,
-    ).save_pretrained(tmp_path)
+    )
+    model.save_pretrained(tmp_path)
     given = {"model": str(tmp_path), "max_num_seqs": 8}
     application(raw, "rollout")["args"] = given
     path = tmp_path / "a.yaml"
@@ -186,6 +187,11 @@ def test_the_cache_has_to_hold_one_longest_response(raw: dict[str, Any], tmp_pat
         assert told(kv_cache_mib=least, max_length=4096, tensor_parallel_size=parts) == []
         [line] = told(kv_cache_mib=least - 1)
         assert f"one response of max_length 4096 takes {least};" in line
+    # Without max_length an engine stretches no positions.
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
+    model.rope_parameters = rope
+    model.save_pretrained(tmp_path)
+    assert told(kv_cache_mib=1, max_length=None, tensor_parallel_size=1) == []
 
 
 @pytest.mark.parametrize(
