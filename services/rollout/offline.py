@@ -17,10 +17,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from protos import rollout_pb2 as pb
 from quartet.wire.codec import Ints
 from services.rollout.config import RolloutConfig
 from services.rollout.engines import start
-from services.rollout.sample import FinishReason, Sample, Sampling
+from services.rollout.sample import Sample, Sampling, from_wire
 
 SAMPLING = ("max_new_tokens", "min_new_tokens", "temperature", "stop_token_ids")
 """Fields of Sampling that a call has."""
@@ -54,16 +55,7 @@ async def received(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
 
 def samples_of(answer: dict[str, Any]) -> list[Sample]:
     """The samples of an answer, in the order of the call's prompts."""
-    return [
-        Sample(
-            index=index,
-            response_ids=np.asarray(entry["ids"], np.int32),
-            logprobs=np.frombuffer(entry["logprobs"], "<f4"),
-            finish_reason=FinishReason(entry["finish_reason"]),
-            spans=((0, 0, len(entry["ids"])),),
-        )
-        for index, entry in enumerate(answer["samples"])
-    ]
+    return [from_wire(pb.Segment.FromString(data), index) for index, data in enumerate(answer["samples"])]
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -84,7 +76,8 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             return
         asked = enumerate(zip(prompts, call["seeds"], strict=True))
         samples = await asyncio.gather(*(engine.generate(at, prompt, sampling, seed) for at, (prompt, seed) in asked))
-        writer.write(msgpack.packb({"number": call["number"], "samples": [_packed(sample) for sample in samples]}))
+        told = [sample.to_wire().SerializeToString() for sample in samples]
+        writer.write(msgpack.packb({"number": call["number"], "samples": told}))
         await writer.drain()
 
     try:
@@ -94,14 +87,6 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
                 each.cancel()
     finally:
         engine.shutdown()
-
-
-def _packed(sample: Sample) -> dict[str, Any]:
-    return {
-        "ids": sample.response_ids.tolist(),
-        "logprobs": sample.logprobs.astype("<f4").tobytes(),
-        "finish_reason": str(sample.finish_reason),
-    }
 
 
 async def main() -> None:

@@ -1,6 +1,6 @@
 """Sampling parameters and samples of the rollout service, without torch, vLLM or Ray."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -63,15 +63,7 @@ class Sampling:
 
     def to_wire(self) -> pb.SamplingParams:
         """Converts to protobuf."""
-        return pb.SamplingParams(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_new_tokens=self.min_new_tokens,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-        )
+        return pb.SamplingParams(**asdict(self))
 
     @classmethod
     def from_wire(cls, message: pb.SamplingParams) -> "Sampling":
