@@ -81,7 +81,7 @@ class Door:
         completions: Completions,
         check_health: Callable[[], Awaitable[None]],
         sessions: SessionStore,
-        replicas: Callable[[], Awaitable[Sequence[bytes]]],
+        replicas: Callable[[], Awaitable[Sequence[Sequence[Line]]]],
         desk: Desk,
     ) -> None:
         """
@@ -89,7 +89,7 @@ class Door:
             completions: the engine's.
             check_health: raises if the replica is ill.
             sessions: those of the application.
-            replicas: returns the metrics of all replicas, each as `metrics.packed` makes them.
+            replicas: returns the metrics of all replicas, each named by a label.
             desk: where the tokens of sessions are written out.
         """
         self._completions, self._check_health, self._sessions = completions, check_health, sessions

@@ -1,8 +1,7 @@
 """Metrics in Prometheus' text format, of all replicas: a request reaches one of them, which asks the others."""
 
-import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from itertools import chain
 
 from starlette.responses import Response
 
@@ -24,19 +23,14 @@ Line = tuple[str, dict[str, str], float]
 """Name, labels and number."""
 
 
-def packed(replica: str, lines: Iterable[Line]) -> bytes:
-    """A replica's metrics on their way to the one that was asked."""
-    return json.dumps([[name, {"replica": replica, **labels}, number] for name, labels, number in lines]).encode()
-
-
-def exposition(replicas: Iterable[bytes], shared: Mapping[str, int]) -> Response:
+def exposition(replicas: Iterable[Iterable[Line]], shared: Mapping[str, int]) -> Response:
     """The answer, in the text format of Prometheus.
 
     Args:
-        replicas: what `packed` returned, of each.
+        replicas: metrics of each.
         shared: numbers of the application, by name.
     """
-    lines: list[Any] = [line for replica in replicas for line in json.loads(replica)]
+    lines = [*chain.from_iterable(replicas)]
     lines += [(name, {}, number) for name, number in shared.items()]
     texts = []
     for name, (kind, meaning) in METRICS.items():

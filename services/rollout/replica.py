@@ -36,7 +36,7 @@ from services.rollout.engines import Start, completions, start
 from services.rollout.fanout import broadcast
 from services.rollout.http import Door, Served
 from services.rollout.interface import check_least
-from services.rollout.metrics import Line, packed
+from services.rollout.metrics import Line
 from services.rollout.pulse import Pulse
 from services.rollout.sample import Sampling, check_versions
 from services.rollout.session_holder import HeldSessions
@@ -106,12 +106,12 @@ class Rollout(HealthMixin, HttpMixin):
         held, desk = HeldSessions(application, self._model.tokenizer_hash), Desk(config.limits)
         return Door(made, self.check_health, held, self._all_metrics, desk) if made else None
 
-    async def _all_metrics(self) -> list[bytes]:
+    async def _all_metrics(self) -> list[list[Line]]:
         """Metrics of all replicas that answer in time."""
         return await answers_in_time(self._everyone, "metrics", METRICS_S) or [await self.metrics()]
 
-    async def metrics(self) -> bytes:
-        """Metrics of this replica; called only through the deployment's own handle."""
+    async def metrics(self) -> list[Line]:
+        """Metrics of this replica, labelled with its name; called only through the deployment's own handle."""
         lines: list[Line] = [
             ("policy_version", {}, self._engine.version),
             ("running_requests", {}, self._engine.running()),
@@ -119,7 +119,8 @@ class Rollout(HealthMixin, HttpMixin):
         ]
         if (proof := self._member.proved) is not None:
             lines += [("proved_version", {}, proof.policy_version), ("proved_difference", {}, proof.difference)]
-        return packed(self._replica, [*lines, *(self._door.lines if self._door else ())])
+        lines += self._door.lines if self._door else ()
+        return [(name, {"replica": self._replica, **labels}, number) for name, labels, number in lines]
 
     async def answer(self, request: Request) -> Response:
         """Answers a request over HTTP, which Serve's proxy passes on only where the port is open."""

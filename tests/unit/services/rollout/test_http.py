@@ -18,7 +18,7 @@ from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted, ServiceError
 from services.rollout import http
 from services.rollout.http import Door
-from services.rollout.metrics import METRICS, packed
+from services.rollout.metrics import METRICS, Line
 from services.rollout.session_holder import OpenSession
 from services.rollout.session_trajectory import as_json
 from tests.unit.local_sessions import LocalSessions
@@ -55,8 +55,8 @@ async def ill() -> None:
     raise RuntimeError("/home/me: stuck")
 
 
-async def numbers() -> list[bytes]:
-    return [packed(name, [("policy_version", {}, 3), ("unknown", {}, 1)]) for name in ("a", "b")]
+async def numbers() -> list[list[Line]]:
+    return [[(line, {"replica": name}, 3) for line in ("policy_version", "unknown")] for name in ("a", "b")]
 
 
 def request(path: str, body: bytes = b"", **headers: str) -> Request:
