@@ -20,7 +20,7 @@ in the next: one that stands still would otherwise hold every push up until Serv
 _DECIDING = ("discover", "abort")
 
 
-async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.WeightReport]:
+async def broadcast(handle: Any, phase: pb.WeightPhase) -> list[pb.WeightReport]:
     """Makes every replica that Serve knows carry out a phase; returns the reports of those that answered.
 
     Raises:
@@ -28,7 +28,7 @@ async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.
         TimeoutError: it does not name them within the phase's time.
     """
     try:
-        response = handle.broadcast(method, phase.SerializeToString())
+        response = handle.broadcast("carry_out", phase.SerializeToString())
         async with asyncio.timeout(phase.timeout_s):
             answers = await answers_of_each(response)
     except (RayServeException, RayError) as error:

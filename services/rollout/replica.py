@@ -224,7 +224,7 @@ class Rollout(HealthMixin, HttpMixin):
                 f"prepare.stall_s: {request.prepare.stall_s:g}; must be 0 or more and at most timeout_s, "
                 f"{request.timeout_s:g}"
             )
-        return pb.WeightReports(reports=await broadcast(self._everyone, "carry_out", request))
+        return pb.WeightReports(reports=await broadcast(self._everyone, request))
 
     async def carry_out(self, phase: bytes) -> bytes:
         """Carries out this replica's part of a phase; called only through the deployment's own handle."""

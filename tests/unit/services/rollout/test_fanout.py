@@ -96,4 +96,4 @@ class Handle:
 @in_virtual_time
 async def test_replicas_that_serve_does_not_know_at_the_moment_are_away_and_not_broken(error: Exception) -> None:
     with pytest.raises(Unavailable, match="Serve names no rollout replicas"):
-        await broadcast(Handle(error), "carry_out", pb.WeightPhase(timeout_s=5))
+        await broadcast(Handle(error), pb.WeightPhase(timeout_s=5))
