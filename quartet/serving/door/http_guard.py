@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ class HttpGuard:
             raise not_here
         if served[below].method != method:
             raise _Refused(HttpError(405, f"{below} takes {served[below].method}"))
-        held.enter_context(_counted(self._open.begin(caller)))
+        held.callback(self._open.begin(caller), None)
         key = self._keys.make(caller.name, caller.session) if route == STARTS_SESSION else ""
         return _Asked(caller, method, route, peer, key)
 
@@ -180,9 +180,8 @@ class HttpGuard:
         seconds = self._gate.limits.request_s
         try:
             async with asyncio.timeout(seconds):
-                body = await _whole(
-                    receive, largest, lambda size: held.enter_context(_counted(self._open.hold(asked.caller, size)))
-                )
+                hold = self._open.hold
+                body = await _whole(receive, largest, lambda size: held.callback(hold(asked.caller, size), None))
         except TimeoutError:
             raise _Refused(HttpError(408, f"no whole body arrived within {seconds:g} s; send it at once")) from None
         await self._checking.do(partial(check_bounds, body), len(body))
@@ -267,15 +266,6 @@ def _scope(scope: Scope, asked: _Asked) -> Scope:
     ours = dict(asked.caller.metadata) | ({KEY: asked.key} if asked.key else {})
     added = [(key.encode(), value.encode()) for key, value in ours.items()]
     return {**scope, "headers": [*kept, *added], "query_string": b""}
-
-
-@contextmanager
-def _counted(end: Callable[[object], None]) -> Iterator[None]:
-    """Context in which something that OpenCalls gave counts."""
-    try:
-        yield
-    finally:
-        end(None)
 
 
 class _Reply:
