@@ -5,7 +5,6 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -185,10 +184,8 @@ def _conversation(messages: Sequence[Message]) -> str:
 
 def _packed(sides: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bytes:
     """Trajectories of prompts and responses, given as ids."""
-    lengths = np.asarray([len(part) for side in sides for part in side], np.int32)
-    ids = np.fromiter(chain.from_iterable(part for side in sides for part in side), np.int32, int(lengths.sum()))
-    sampled = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-    return Columns.of(ids, lengths.reshape(-1, 2).sum(1, dtype=np.int32), sampled).pack()
+    prompts, responses = ([np.asarray(ids, np.int32) for ids in side] for side in zip(*sides, strict=True))
+    return Columns.of_pairs(prompts, responses).pack()
 
 
 def in_terms_of(error: ServiceError, field: str, by: str) -> ServiceError:
