@@ -181,8 +181,7 @@ class NoServer:
     """
 
     def __init__(self, config: Any) -> None:
-        """Takes uvicorn's configuration."""
-        self.config = config
+        """Takes uvicorn's configuration, of which it needs nothing."""
 
     async def serve(self, sockets: Any) -> None:
         """Waits for as long as uvicorn's server would serve, with the bound sockets."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from quartet.config.base import ConfigError
 from quartet.seams.grpc import RefusesUnknownMethods
-from quartet.seams.serve import replace_core
+from quartet.seams.serve import replace_core, running
 from quartet.security.authentication import Directory
 from quartet.security.file_limit import raise_file_limit
 from quartet.security.gate import Gate
@@ -62,14 +62,13 @@ def open_port(
     """
     policy = port.opened()
     watched = watched_directory(port, clock)
-    gate, routes = Gate(watched), Routes.of(server)
+    gate, routes = Gate(watched), Routes(running(server))
     files = raise_file_limit()
     connections = Connections(lambda: gate.limits, files)
     guard = Guard(gate, routes, connections.prove, calls or OpenCalls(lambda: gate.limits))
-    options, calls_at_once = tuple(_options(gate.limits, policy, files, reuse)), gate.limits.concurrent_calls
-    # As gRPC's own class makes its core.
-    core = RefusesUnknownMethods(asyncio.get_running_loop(), None, (), (guard,), options, calls_at_once)
-    replace_core(server, core)
+    options = tuple(_options(gate.limits, policy, files, reuse))
+    loop, most = asyncio.get_running_loop(), gate.limits.concurrent_calls
+    replace_core(server, RefusesUnknownMethods(loop, None, (), (guard,), options, most))  # as gRPC makes its own
     setattr(server, _ROUTES, routes)
     address = f"[{port.host}]:{number}" if ":" in port.host else f"{port.host}:{number}"
     if policy is None or policy.tls is None or watched is None:

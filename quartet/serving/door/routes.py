@@ -1,9 +1,7 @@
 """The gRPC service that each application serves; the proxy sends a call nowhere else."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from quartet.seams.serve import running
 from quartet.wire.errors import InvalidArgument, NotFound, Unavailable
 
 PACKAGE = "quartet.v1."
@@ -23,11 +21,6 @@ class Routes:
             deployments: returns (application, deployment) of every running application.
         """
         self._deployments = deployments
-
-    @classmethod
-    def of(cls, server: Any) -> "Routes":
-        """The routes of the Serve proxy to which a gRPC server belongs."""
-        return cls(running(server))
 
     def services(self) -> Mapping[str, str]:
         """Application -> full name of its service."""
