@@ -202,7 +202,9 @@ async def test_over_http_health_is_that_of_the_scorers(ingress: Any, handles: di
         assert (await ask(port, "/reward/health")).status == 503
 
 
-async def test_over_grpc_health_is_that_of_the_scorer_that_is_named(ingress: Any, handles: dict[str, Any]) -> None:
+async def test_over_grpc_health_is_that_of_the_scorer_that_is_named(
+    ingress: Any, handles: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def serving(service: str) -> bool:
         answer = await ingress.Check(health_pb2.HealthCheckRequest(service=service))
         return bool(answer.status == SERVING)
@@ -210,6 +212,9 @@ async def test_over_grpc_health_is_that_of_the_scorer_that_is_named(ingress: Any
     handles["words"].state = "lost"
     names = ("reward", "reward/count", "reward/words", "reward/other", "reward/count/more")
     assert [await serving(name) for name in names] == [True, True, False, False, False]
+    monkeypatch.setattr(module, "HEALTH_S", 0.1)
+    handles["breaks"].state = "hangs"
+    assert not await asyncio.wait_for(serving("reward/breaks"), 20)
 
 
 async def test_info_is_remembered_of_a_scorer_that_no_longer_answers(ingress: Any, handles: dict[str, Any]) -> None:

@@ -64,8 +64,9 @@ async def test_the_door_scores_pairs_with_all_that_is_known_of_them(policy_folde
         assert [dict(each) for each in reward_door.SEEN[-1].messages] == [*talk]
         named = await asyncio.to_thread(remote, url, scorer="two", names=["long", "words"])
         assert (await ask(named, Pair("w5", "w7 w8"))).results[0].tolist() == [5.0, 2.0]  # type: ignore[union-attr]
-        with pytest.raises(ConfigError, match="none of those there are: length, taste, two"):
-            await asyncio.to_thread(remote, url, scorer="none")
+        for none in ("none", ""):
+            with pytest.raises(ConfigError, match=f"scorer: '{none}' is none of those there are: length, taste, two"):
+                await asyncio.to_thread(remote, url, scorer=none)
 
 
 class Stranger(ThreadingHTTPServer):
@@ -76,6 +77,7 @@ class Stranger(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer: Callable[[BaseHTTPRequestHandler, Any], None] = told(ALL)
+        self.hash = HASH
         self.asked: list[str] = []
         self.keys: set[str | None] = set()
         self.end = threading.Event()
@@ -91,7 +93,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The scorers."""
         self.server.asked.append(self.path)
-        card = {"id": "far", "scorer": "model:far", "model_hash": HASH, "scores": ["score"], "max_model_len": 9}
+        card: dict[str, Any] = {"id": "far", "scorer": "model:far", "model_hash": self.server.hash}
+        card |= {"scores": ["score"], "max_model_len": 9}
         say(self, 200, json.dumps({"data": [card]}).encode())
 
     def do_POST(self) -> None:
@@ -238,23 +241,46 @@ async def test_a_pair_that_is_refused_costs_no_other_its_score(stranger: Strange
 
     def picky(handler: BaseHTTPRequestHandler, asked: Any) -> None:
         responses = [each["response"] for each in asked["pairs"]]
-        status = 413 if "large" in responses else 400 if "wrong" in responses else 200
+        status = next((faults[each] for each in responses if each in faults), 200)
         say(handler, status, json.dumps(ALL | {"results": [SCORED] * len(responses)}).encode())
 
+    faults = {"wrong": 400, "odd": 422, "large": 413}
     stranger.answer = picky
-    call = await ask(made, *[Pair("", each) for each in ("a", "wrong", "b", "large", "c")])
-    assert call.told == [2.0, "FAILED", 2.0, "FAILED", 2.0]
+    call = await ask(made, *[Pair("", each) for each in ("a", "wrong", "b", "large", "c", "odd")])
+    assert call.told == [2.0, "FAILED", 2.0, "FAILED", 2.0, "FAILED"]
+
+
+async def test_one_scorer_scores_all_requests_of_a_call(stranger: Stranger) -> None:
+    made = await asyncio.to_thread(remote, stranger.url)
+    others = ALL["scorer"]
+
+    def answer(handler: BaseHTTPRequestHandler, asked: Any) -> None:
+        count = len(asked["pairs"])
+        scorer = ALL["scorer"] if count == 512 else others
+        say(handler, 200, json.dumps({"scorer": scorer, "results": [SCORED] * count}).encode())
+
+    stranger.answer = answer
     stranger.asked.clear()
     assert (await ask(made, *[Pair("", "a")] * 600)).told == [2.0] * 600
     assert len(stranger.asked) == 2  # no more than 512 pairs in one
+    others = {"name": "model:far", "model_hash": "b" * 64}
+    call = await ask(made, *[Pair("", "a")] * 600)
+    assert (call.told, call.reason(0)) == (["FAILED"] * 600, f"{stranger.url}: InvalidReply")
+
+
+async def test_a_scorer_that_has_not_started_is_not_taken(stranger: Stranger) -> None:
+    stranger.hash = ""
+    with pytest.raises(ConfigError, match="scorer far has not started yet"):
+        await asyncio.to_thread(remote, stranger.url)
 
 
 async def test_pairs_of_several_forms_are_several_requests_of_which_each_has_its_time(stranger: Stranger) -> None:
     made = await asyncio.to_thread(remote, stranger.url)
-    told = list[Any]()
+    told, limits = list[Any](), list[float]()
 
     def lengths(handler: BaseHTTPRequestHandler, asked: Any) -> None:
         told.append([(type(each["prompt"]), each.get("group")) for each in asked["pairs"]])
+        limits.append(round(asked["pair_timeout_s"], 2))
         if "late" in [each["response"] for each in asked["pairs"]]:
             stranger.end.wait(2.0)
         results = [SCORED | {"scores": {"score": len(each["response"])}} for each in asked["pairs"]]
@@ -270,6 +296,7 @@ async def test_pairs_of_several_forms_are_several_requests_of_which_each_has_its
     ]
     assert (await ask(made, *pairs)).told == [1.0, 3.0, 4.0, 0.0]
     assert sorted(told, key=str) == [[(list, 7)], [(str, 7)], [(str, None)] * 2]
+    assert sorted(limits) == [0.36, 43.2, 43.2]  # of 0.5 and 60 s, of which an answer takes some
 
 
 async def test_the_groups_of_all_workers_are_of_one_whole(stranger: Stranger) -> None:
