@@ -1,6 +1,8 @@
 """Answers of environments: as text, messages or ids, in time, within bounds; and what is none."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +231,32 @@ async def test_an_answer_has_as_long_as_the_section_says(policy_folder: Path) ->
     answers = asking(policy_folder, Told(lambda turn: never.wait()), answer_s=0.1, attempts=1)
     with pytest.raises(ConfigError, match=r"turn 1: took longer than 0\.1 s, the last of 1 attempts"):
         await answers.to(after(12))
+
+
+async def test_a_plain_function_answers_so_many_at_a_time_and_a_coroutine_function_all(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "THREADS", 2)
+    now, most = list[int](), list[int]()
+    both, all_of_them = threading.Barrier(2), asyncio.Barrier(4)
+
+    def plain(turn: Turn) -> None:
+        now.append(turn.sample)
+        both.wait(20)
+        time.sleep(0.1)  # a third would begin meanwhile
+        most.append(len(now))
+        both.wait(20)
+        now.remove(turn.sample)
+
+    async def coroutine(turn: Turn) -> None:
+        await asyncio.wait_for(all_of_them.wait(), 20)
+
+    for function in (plain, coroutine):
+        environment = Told(always(None))
+        environment.answer = function  # type: ignore[method-assign, assignment]
+        answers = asking(policy_folder, environment, attempts=1)
+        await asyncio.gather(*(answers.to(after(12, EOS, number=number)) for number in range(4)))
+    assert most == [2, 2, 2, 2]
 
 
 async def test_a_template_that_changes_a_response_is_refused(policy_folder: Path) -> None:
