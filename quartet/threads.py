@@ -102,16 +102,25 @@ class _Turn:
     not interrupted: the thread would end, or a call have no result."""
 
     def __init__(self) -> None:
-        self._lock, self._open = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._taken = self._open = self._asked = False
+
+    def take(self) -> None:
+        """A call is taken, which an interruption meets as it begins."""
+        with self._lock:
+            self._taken, self._asked = True, False
 
     def begin(self) -> None:
-        """A call begins."""
-        self._open = True
+        """The call begins. SystemExit if it was interrupted since it was taken."""
+        with self._lock:
+            if self._asked:
+                raise SystemExit
+            self._open = True
 
     def end(self) -> None:
         """The call has ended; an interruption that is on its way comes no more, or in here."""
         with self._lock:
-            self._open = False
+            self._taken = self._open = False
         _raise_in(threading.get_ident(), None)
 
     def interrupt(self, thread: int | None) -> None:
@@ -120,6 +129,7 @@ class _Turn:
             if self._open and thread is not None:
                 self._open = False
                 _raise_in(thread, SystemExit)
+            self._asked = self._taken
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
@@ -131,7 +141,10 @@ def _work(waiting: _Waiting, turn: _Turn) -> None:
     while (call := waiting.get()) is not None:
         future, function = call
         del call
-        if future.set_running_or_notify_cancel():
+        turn.take()
+        if not future.set_running_or_notify_cancel():
+            turn.end()
+        else:
             try:
                 turn.begin()
                 result = function()

@@ -60,6 +60,22 @@ def test_a_call_that_has_not_begun_is_not_interrupted() -> None:
     assert thread.submit(int, "8").result(10) == 8
 
 
+def test_a_call_that_is_about_to_begin_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No one can cancel the call any more."""
+    thread, runs = DaemonThread("ours"), futures.Future.set_running_or_notify_cancel
+
+    def interrupted(future: futures.Future[Any]) -> bool:
+        answer = runs(future)
+        thread.interrupt()
+        return answer
+
+    monkeypatch.setattr(futures.Future, "set_running_or_notify_cancel", interrupted)
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        thread.submit(int, "7").result(10)
+    monkeypatch.undo()
+    assert thread.submit(int, "8").result(10) == 8
+
+
 def test_whenever_it_is_interrupted_every_call_ends() -> None:
     thread, interval = DaemonThread("ours"), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
