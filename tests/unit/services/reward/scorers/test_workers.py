@@ -15,10 +15,12 @@ import numpy as np
 import psutil
 import pytest
 
+from quartet.config.base import ConfigError
 from quartet.serving.batcher import SpoiltError
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.kinds import FunctionScorerConfig
+from services.reward.scorers import workers
 from services.reward.scorers.function import FunctionScorer
 from tests.scorers import WHOLE
 from tests.unit.scorer_calls import batcher, called, row
@@ -204,8 +206,29 @@ async def test_scores_are_of_the_code_by_which_the_scorer_is_identified(module: 
         assert call.told == ["FAILED"]
         with pytest.raises(RuntimeError, match="no longer what it was when the service started; start the service"):
             made.check()
+        module.write_text(text)  # as it was: the service goes on
+        assert (await called(passes, "")).told == [1.0]
+        made.check()
     else:
         assert call.told == [1.0]
+
+
+async def test_a_module_whose_import_does_not_end_is_told(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both when the service starts and where its file has become such a one, when the next worker imports it."""
+    late = "importing its module takes longer than 300 s"
+    module.write_text("import time\ntime.sleep(600)\n")
+    with monkeypatch.context() as short:
+        short.setattr(workers, "START_S", 0.5)
+        with pytest.raises(ConfigError, match=f"^reward.args.scorer.function: {late}"):
+            of_module()
+    ends = "def score(pairs):\n    os._exit(3)\n"
+    module.write_text(f"{THREAD}import os\n\n\n{ends}")
+    made = of_module()
+    module.write_text(f"{THREAD}import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(workers, "START_S", 0.5)
+    assert (await called(batcher(made), "")).told == ["FAILED"]
+    with pytest.raises(RuntimeError, match=f"^comes_and_goes:score: {late}"):
+        made.check()
 
 
 async def test_nothing_is_left_of_a_scorer_that_is_gone() -> None:
@@ -277,6 +300,7 @@ async def test_parts_of_no_pair_are_no_answer(parts: dict[str, Any], monkeypatch
 PARENT = """
 import asyncio, os, sys
 from services.reward.kinds import FunctionScorerConfig
+from services.reward.scorers import workers
 from services.reward.scorers.function import FunctionScorer
 from services.reward.scorers.scorer import EncodedPair
 from quartet.wire.pairs import Pair
