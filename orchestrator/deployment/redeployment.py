@@ -1,6 +1,6 @@
 """A file that is deployed while services run: the form in which Serve gets it, and its consequences for them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,8 @@ def differing(running: Mapping[str, Any], wanted: Sequence[Application]) -> dict
         name = str(section.get("name"))
         if deployed := running.get(name, {}).get("deployed_app_config"):
             bounded = scalable(section)
-            given = {entry.get("name"): entry for entry in section.get("deployments") or []}
-            found[name] = restarting(deployed, bounded)
-            for each in _scaled(deployed, bounded):
-                key = "autoscaling_config" if "autoscaling_config" in given.get(each, {}) else "num_replicas"
-                found[name].append(f"deployments.{each}.{key}")
+            scaled = [f"deployments.{each}.{key}" for each, key in _scaling_keys(deployed, bounded)]
+            found[name] = [*restarting(deployed, bounded), *scaled]
     return {name: keys for name, keys in found.items() if keys}
 
 
@@ -147,6 +144,17 @@ def _scaled(deployed: Application, section: Application) -> dict[str, tuple[str,
         for name, after in _bounds(section).items()
         if before.get(name, one) != after
     }
+
+
+def _scaling_keys(deployed: Application, section: Application) -> Iterator[tuple[str, str]]:
+    """(name, key) of each deployment of which the section asks for another number of replicas: `num_replicas`, which
+    a file may write as equal bounds, or `autoscaling_config`."""
+    scaled = _scaled(deployed, section)
+    for entry in section.get("deployments") or []:
+        if (name := str(entry.get("name"))) in scaled:
+            scaling = entry.get("autoscaling_config") or {}
+            equal = scaling.get("min_replicas", 1) == scaling.get("max_replicas", 1)
+            yield name, "num_replicas" if equal and scaling else "autoscaling_config"
 
 
 def _bounds(section: Application) -> dict[str, str]:

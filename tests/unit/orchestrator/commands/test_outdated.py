@@ -58,20 +58,21 @@ def test_services_that_are_as_the_file_says_are_not_spoken_of(deployment: Deploy
     assert outdated(deployment, infos()) == []
 
 
-def test_another_number_of_replicas_is_named_by_the_key_that_the_file_has(deployment: Deployment) -> None:
-    for name, key, value in (
-        ("rollout", "num_replicas", 3),
-        ("reward", "autoscaling_config", {"min_replicas": 1, "max_replicas": 2}),
-    ):
-        entry = section(deployment, name)["deployments"][0]
-        before = dict(entry)
-        entry.pop("autoscaling_config", None)
-        entry[key] = value
-        [line] = outdated(deployment, infos())
-        assert line.startswith(f"applications.{name}.deployments.{entry['name']}.{key}: {name} runs with what was ")
-        entry.clear()
-        entry.update(before)
-    assert outdated(deployment, infos()) == []
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ({"num_replicas": 3}, "num_replicas"),
+        ({"autoscaling_config": {"min_replicas": 3, "max_replicas": 3}}, "num_replicas"),  # as facts are rendered
+        ({"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}}, "autoscaling_config"),
+        ({"num_replicas": "auto"}, "autoscaling_config"),
+    ],
+)
+def test_another_number_of_replicas_is_named(deployment: Deployment, written: dict[str, Any], key: str) -> None:
+    entry = section(deployment, "rollout")["deployments"][0]
+    entry.pop("autoscaling_config", None)
+    entry |= written
+    [line] = outdated(deployment, infos())
+    assert line.startswith(f"applications.rollout.deployments.{entry['name']}.{key}: rollout runs with what was ")
 
 
 def test_what_has_changed_in_the_file_is_named(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
