@@ -57,7 +57,8 @@ class Agent:
     """Import path."""
     function: Callable[[Task], Any] = field(repr=False)
     identity: str
-    """Digest of the source of its file: samples are only compared, or read from a journal, where it is the same."""
+    """Digest of the source of its file, and of those beside it that this one imports: samples are only compared, or
+    read from a journal, where it is the same."""
 
 
 def load_agent(path: str) -> Agent:

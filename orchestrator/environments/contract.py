@@ -110,7 +110,8 @@ class Environment(ABC):
     @functools.cached_property
     def identity(self) -> str:
         """Digest of everything that decides the answers: samples are only compared, or read from a journal, where it
-        is the same. By default of the source of the class's file as it was imported. Read once, when the run begins,
+        is the same. By default of the source of the class's file as it was imported, and of those beside it that this
+        one imports. Read once, when the run begins,
         as is a property of this name in a class of yours: files may change while the run goes on."""
         return hashlib.sha256(source_of(type(self), self.name, "orchestrator.environment").encode()).hexdigest()
 

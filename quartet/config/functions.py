@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet.config.base import ConfigError
+from quartet.config.source import text_of
 from quartet.wire.pairs import Pair
 
 PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
@@ -66,10 +67,10 @@ def load_function(
 
 
 def source_of(code: Callable[..., object], path: str, where: str) -> str:
-    """The text of the module of a function or class, by which it is identified. ConfigError, which names `path` at
-    `where`, if it has none."""
+    """The text by which a function or class is identified (`text_of`). ConfigError, which names `path` at `where`, if
+    it has none."""
     try:
-        return inspect.getsource(inspect.getmodule(code) or code)
+        return text_of(code)
     except (OSError, TypeError):
         raise ConfigError(f"{where}: {path} has no Python source to identify it by") from None
 

@@ -288,8 +288,10 @@ def _loaded(given: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
         made = getattr(importlib.import_module(module), name)(options)
         return made, getattr(made, "source", "")
     if given["checked"]:
+        from quartet.config.source import text_of
+
         function = getattr(importlib.import_module(module), name)
-        return function, inspect.getsource(inspect.getmodule(function) or function)
+        return function, text_of(function)
     from quartet.config.functions import load_function, source_of
 
     function = load_function(path, given["field"], asynchronous=True)
