@@ -349,14 +349,15 @@ class OpenAICall:
         return {"session_id": session.name, "sequence": recorded.sequence, "forks": recorded.forks}
 
     async def texts(
-        self, first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]
+        self, event: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream as they are sent."""
+        """The events of a stream as they are sent: the first, if there is one, and the rest."""
         told, message = Told(), False
         last: dict[str, Any] = {}
         late: list[Mapping[str, Any]] = []
-        async with aclosing(_all(first, rest)) as events:
-            async for last in events:
+        async with aclosing(rest):
+            while event is not None:
+                last = event
                 for choice in last.get("choices", ()):
                     message = message or "delta" in choice
                     told.add(choice.get("delta") or {})
@@ -366,6 +367,7 @@ class OpenAICall:
                     late.append(said)
                 else:
                     yield _event(said)
+                event = await anext(rest, None)
         if self.turn is not None and "error" not in last:
             try:
                 held = await self._held(_number_of(last), told.message if message else None)
@@ -436,16 +438,6 @@ def _write_characters(message: dict[str, Any]) -> None:
     for call in message.get("tool_calls") or ():
         function = call["function"]
         function |= {name: whole_characters(function[name]) for name in ("name", "arguments")}
-
-
-async def _all(
-    first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]
-) -> AsyncGenerator[dict[str, Any], None]:
-    async with aclosing(rest):
-        if first is not None:
-            yield first
-            async for event in rest:
-                yield event
 
 
 def _ends(event: Mapping[str, Any]) -> bool:
