@@ -149,9 +149,7 @@ def spans_so_far(llm: Any, name: str) -> Any:
 
 def waits(llm: Any, name: str) -> bool:
     """True if a request is in the engine and none of its tokens has come; the name is that of `spans_so_far`."""
-    processor = llm.output_processor
-    internal = processor.external_req_ids.get(name)
-    return bool(internal) and not processor.request_states[internal[0]]._weight_version_spans()
+    return name in llm.output_processor.external_req_ids and not spans_so_far(llm, name)
 
 
 async def drain(llm: Any) -> None:
