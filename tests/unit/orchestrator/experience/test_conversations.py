@@ -98,7 +98,7 @@ async def test_rewards_of_turns_are_at_their_last_tokens_and_in_the_score(policy
     assert columns.select().pack() == unpaid.columns.select().pack()
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e31, "0.5", None, [1.0], [[1.0], []]])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e31, -1e31, "0.5", None, [1.0], [[1.0], []]])
 async def test_a_reward_that_is_no_number_is_named(policy_folder: Path, reward: Any) -> None:
     class Wrong(UntilThree):
         def answer(self, turn: Turn) -> Answer:

@@ -176,8 +176,12 @@ class FakeRay:
     def remote(self, _: type[Registry]) -> "FakeRay":
         return self
 
-    def options(self, name: str, namespace: str, max_restarts: int, **_: Any) -> Any:
-        assert (namespace, max_restarts) == (NAMESPACE, -1)
+    def options(
+        self, name: str, namespace: str, max_restarts: int, num_cpus: int, scheduling_strategy: Any, **_: Any
+    ) -> Any:
+        """A registry takes no room, since a cluster may have none left, and is with the run."""
+        assert (namespace, max_restarts, num_cpus) == (NAMESPACE, -1, 0)
+        assert (scheduling_strategy.node_id, scheduling_strategy.soft) == ("0" * 56, True)
 
         def start() -> FakeActor:
             if name in self.actors:

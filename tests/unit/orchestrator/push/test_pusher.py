@@ -10,7 +10,6 @@ async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) ->
     report = await make_pusher(fleet, in_flight="wait").push(7)
     assert fleet.versions == {"a": 7, "b": 7}
     assert fleet.phases == PUSH
-    assert fleet.timeouts == [2, 9, 9, 30]
     assert source.calls == [("rendezvous", "gloo"), "gather", ("join", 1, 3), "send"]
     for engine in fleet.engines.values():
         assert engine.calls == ["join", "pause wait", "receive", "commit"]
@@ -27,6 +26,18 @@ async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) ->
         "stall_s": 4,
         "on_gpu": False,
     }
+
+
+async def test_a_group_forms_within_its_own_time_unless_requests_finish_first(source: FakeSource) -> None:
+    """Within the longest waits for one bucket and for an answer together; a transfer has its own time, 9 s here."""
+    for settings, seconds in (
+        ({"in_flight": "keep"}, 4 + 2),
+        ({"in_flight": "wait"}, 9),
+        ({"in_flight": "wait", "stall_s": 20}, 20 + 2),
+    ):
+        fleet = Fleet(source, a=1)
+        await make_pusher(fleet, **settings).push(1)
+        assert fleet.timeouts == [2, seconds, 9, 30]
 
 
 async def test_the_group_stays_while_the_replicas_are_the_same(source: FakeSource) -> None:
