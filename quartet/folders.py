@@ -3,7 +3,8 @@
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from quartet.wire.errors import InvalidArgument
@@ -77,6 +78,18 @@ def _kept(target: Path, owner: str) -> str:
     return ""
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which a file or folder is written: an OSError that says of none which it is, as that of a full disk,
+    names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def make(folder: Path, named: Path | None = None) -> None:
     """Makes the folder and its parents. InvalidArgument, which names `named` or else `folder`, if that fails."""
     try:
@@ -113,7 +126,7 @@ def rename(path: Path, target: Path) -> None:
 
 def write(path: Path, text: str) -> None:
     """Writes a file; its text is on disk, not only in the system's cache, when this returns."""
-    with path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -124,7 +137,8 @@ def replace_file(path: Path, *contents: bytes | memoryview) -> None:
     cache."""
     aside = path.with_name(f".{path.name}.writing")
     aside.unlink(missing_ok=True)
-    _write_new(aside, 0o666, *contents)
+    with naming(path):
+        _write_new(aside, 0o666, *contents)
     rename(aside, path)
 
 
@@ -136,7 +150,8 @@ def write_private(path: Path, contents: bytes, *, replace: bool = True) -> None:
     """
     # Two processes may write it at the same time: each has an aside of its own, and the first to link it wins.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    _write_new(aside, 0o600, contents)
+    with naming(path):
+        _write_new(aside, 0o600, contents)
     if replace:
         rename(aside, path)
         return

@@ -31,6 +31,7 @@ from orchestrator.evaluation.journal import Answer, Journal
 from orchestrator.evaluation.rows import Row, RowFile, dumped
 from orchestrator.monitoring.bar import Bar
 from quartet.config.base import ConfigError
+from quartet.folders import naming
 from quartet.threads import in_thread
 from quartet.wire.errors import DeadlineExceeded, InvalidArgument
 from quartet.wire.json_object import strict_json
@@ -366,7 +367,7 @@ def _results(
     path, unanswered, cut_off = wanted.output / ROWS, 0, 0
     versions = set[int]()
     aside = path.with_name(f".{path.name}.writing")
-    with aside.open("wb") as writing:
+    with naming(path), aside.open("wb") as writing:
         for index in range(len(file)):
             row = file[index]
             for sample in range(wanted.samples):
@@ -397,7 +398,9 @@ def _results(
     )
     text = json.dumps(results.written(), indent=1, ensure_ascii=False, allow_nan=False)
     # Half of a surrogate pair, which UTF-8 cannot write, becomes JSON's escape for it.
-    (wanted.output / SUMMARY).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    summary = wanted.output / SUMMARY
+    with naming(summary):
+        summary.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     return results
 
 

@@ -17,6 +17,7 @@ from orchestrator.evaluation.rows import LONGEST, Row, dumped, hold, rows
 from orchestrator.monitoring.bar import Bar
 from orchestrator.monitoring.jsonl import parse_object
 from quartet.config.base import MIB, ConfigError
+from quartet.folders import naming
 from quartet.threads import in_thread
 from quartet.wire.outcomes import Outcome
 
@@ -95,6 +96,7 @@ async def score_file(
             to: BinaryIO = sys.stdout.buffer
             if output is not None:
                 output.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(naming(output))
                 to = stack.enter_context(output.open("ab"))
                 hold(to, output)
                 if not goes_on:

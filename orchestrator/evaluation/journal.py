@@ -18,6 +18,7 @@ from orchestrator.evaluation.rows import dumped, hold, lines
 from orchestrator.monitoring.jsonl import parse_object
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
+from quartet.folders import naming
 
 Key = tuple[int, int]
 """Numbers of a row and of a sample, both from 0."""
@@ -67,7 +68,8 @@ class Journal:
             if not self._end:
                 self._add({"settings": settings, "hash": self.hash})
         except BaseException:
-            self._file.close()
+            with naming(path):
+                self._file.close()
             raise
 
     def _read(self, settings: Mapping[str, Any]) -> int:
@@ -129,9 +131,10 @@ class Journal:
     def _add(self, values: Mapping[str, Any]) -> int:
         """Writes a line and returns its place. A process that is killed afterwards does not lose it."""
         offset, line = self._end, dumped(values)
-        self._file.seek(offset)
-        self._file.write(line)
-        self._file.flush()
+        with naming(self.path):
+            self._file.seek(offset)
+            self._file.write(line)
+            self._file.flush()
         self._end += len(line)
         return offset
 
@@ -139,5 +142,6 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self.path):
+            os.fsync(self._file.fileno())
+            self._file.close()

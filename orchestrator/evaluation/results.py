@@ -10,6 +10,7 @@ from typing import Any, Self
 from orchestrator.monitoring.jsonl import parse_object, whole
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
+from quartet.folders import naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ def write_rows(path: Path, rows: Sequence[EvaluatedSample]) -> None:
         for row in rows
     ]
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in raw]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    with naming(path):
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def read_rows(path: Path) -> list[EvaluatedSample]:

@@ -23,7 +23,7 @@ from orchestrator.config.run import LogConfig
 from orchestrator.monitoring.jsonl import parse_object, whole
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
-from quartet.folders import replace_file
+from quartet.folders import naming, replace_file
 
 FILE = "metrics.jsonl"
 CHECKPOINTS, JOURNAL, TRACE, EVALUATIONS = "checkpoints", "journal", "trace.json", "evaluations"
@@ -49,6 +49,8 @@ class MetricsLog:
         self._sinks, self._clock, self._resources = sinks, clock, ExitStack()
         for sink in sinks:
             self._resources.callback(sink.close)
+        # Closing writes again what a full disk did not take.
+        self._resources.enter_context(naming(path))
         self._file = self._resources.enter_context(path.open("a", encoding="utf-8"))
 
     @classmethod
@@ -102,11 +104,9 @@ class MetricsLog:
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = {"step": step, "time": round(self._clock(), 3), **finite}
-        try:
+        with naming(Path(self._file.name)):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._file.name) from None
         for sink in self._sinks:
             sink.write(step, values)
 
@@ -127,16 +127,19 @@ class TensorBoardSink:
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._folder = folder
         # TensorBoard hides earlier events from purge_step on.
         self._writer = SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        with naming(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with naming(self._folder):
+            self._writer.close()
 
 
 class WandbSink:

@@ -10,6 +10,7 @@ from typing import Any
 from orchestrator.evaluation.figures import ROWS, SUMMARY, UNANSWERED
 from orchestrator.evaluation.rows import Row, rows
 from orchestrator.report.frame import framed, number
+from quartet.folders import naming
 
 SAMPLES = 20
 """Samples that the page shows: the first ones."""
@@ -35,7 +36,8 @@ def write_page(folder: Path) -> Path:
         f"<footer>Written by Quartet from {SUMMARY} and {ROWS} beside this page.</footer>",
     ]
     # Rows may hold half of a surrogate pair, which UTF-8 cannot write.
-    path.write_text(framed(name, "\n".join(parts)), encoding="utf-8", errors="replace")
+    with naming(path):
+        path.write_text(framed(name, "\n".join(parts)), encoding="utf-8", errors="replace")
     return path
 
 

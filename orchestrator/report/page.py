@@ -22,6 +22,7 @@ from orchestrator.report.frame import framed, number
 from orchestrator.report.last_steps import draw_last_steps
 from orchestrator.report.svg import Metrics, draw
 from orchestrator.tracing.shares import WALL
+from quartet.folders import naming
 
 _ABOUT_RESULT = (
     "Responses to held-out prompts, sampled at the training temperature, with 95 % intervals over prompts. "
@@ -53,7 +54,8 @@ def write_report(run_dir: Path) -> Path:
         "<footer>Written by Quartet from metrics.jsonl, run.log, trace.json and evaluations/ beside it.</footer>",
     ]
     path = run_dir / "report.html"
-    path.write_text(framed(run_dir.resolve().name, "\n".join(filter(None, parts))), encoding="utf-8")
+    with naming(path):
+        path.write_text(framed(run_dir.resolve().name, "\n".join(filter(None, parts))), encoding="utf-8")
     return path
 
 

@@ -1,5 +1,7 @@
 """Folders and files that appear complete or not at all."""
 
+import errno
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,8 +9,35 @@ from pathlib import Path
 import pytest
 
 from quartet import folders
-from quartet.folders import replace_file, replace_folder, replace_model, write_private
+from quartet.folders import naming, replace_file, replace_folder, replace_model, write_private
 from quartet.wire.errors import InvalidArgument
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda path: replace_file(path, b"text"),
+        lambda path: write_private(path, b"text"),
+        lambda path: folders.write(path, "text"),
+    ],
+)
+def test_a_disk_that_is_full_is_that_of_the_file_that_was_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Callable[[Path], None]
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        written(tmp_path / "file")
+    assert raised.value.filename == str(tmp_path / "file")
+
+
+def test_an_error_that_names_its_file_keeps_that_name(tmp_path: Path) -> None:
+    for error in (FileNotFoundError(errno.ENOENT, "no such file", "other"), OSError("of no number")):
+        with pytest.raises(OSError, match="no") as raised, naming(tmp_path):
+            raise error
+        assert raised.value is error
 
 
 def test_a_folder_whose_writing_fails_stays_as_it_was(tmp_path: Path) -> None:

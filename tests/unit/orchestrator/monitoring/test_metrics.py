@@ -1,8 +1,11 @@
+import errno
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from orchestrator.config.run import LogConfig
 from orchestrator.monitoring.metrics import (
     MetricsLog,
+    TensorBoardSink,
     WandbSink,
     evaluated_steps,
     judge_names,
@@ -93,6 +97,28 @@ def test_names_that_the_line_has_already_are_refused(tmp_path: Path) -> None:
     ):
         log.write(1, {"time": 1.0, "step": 2.0, "loss": 3.0})
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_full_disk_is_named_by_the_file_that_it_did_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as raised, MetricsLog(path) as log:
+        log.write(1, {"loss": 3.0})
+    assert raised.value.filename == str(path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sink = TensorBoardSink(tmp_path / "tensorboard")
+    monkeypatch.setattr(sink, "_writer", SimpleNamespace(add_scalar=full, flush=full, close=full))
+    with (
+        pytest.raises(OSError, match="No space left") as raised,
+        MetricsLog(tmp_path / "other.jsonl", [sink]) as log,
+    ):
+        log.write(1, {"loss": 3.0})
+    assert raised.value.filename == str(tmp_path / "tensorboard")
 
 
 def test_a_sink_that_fails_to_close_does_not_keep_the_others_open(tmp_path: Path) -> None:

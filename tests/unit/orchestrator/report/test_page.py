@@ -90,6 +90,15 @@ def test_colours_are_variables_that_the_page_defines_for_both_schemes(path: Path
         assert f"{name}: #" in dark
 
 
+def test_a_full_disk_is_named_by_the_page(tmp_path: Path) -> None:
+    measure(tmp_path, [{"step": 0, "eval/score": 0.5}])
+    page = tmp_path / "report.html"
+    page.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_report(tmp_path)
+    assert raised.value.filename == str(page)
+
+
 def test_text_written_by_a_model_stays_text(tmp_path: Path) -> None:
     run = tmp_path / "<b>run"
     measure(run, [{"step": 0, f"eval/{HOSTILE}": 0.5}])
