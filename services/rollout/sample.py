@@ -25,8 +25,8 @@ def check_versions(request: pb.GenerateRequest) -> None:
 
 
 def seed_of_turn(seed: int, turn: int) -> int:
-    """Seed of a response in a conversation, from that of the first: with the same the engine would draw the same
-    numbers again. `turn` counts from 0."""
+    """Seed of a response in a conversation, or of one that goes on, from that of the first: with the same the engine
+    would draw the same numbers again. `turn` counts from 0."""
     if turn == 0:
         return seed
     return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> 1)

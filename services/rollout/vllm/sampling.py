@@ -3,7 +3,6 @@ prompts are read in pieces."""
 
 from typing import Any, Self
 
-import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
@@ -12,6 +11,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as GpuLog
 from quartet.models.loading import load_tokenizer
 from quartet.seams.vllm import replace_requests
 from quartet.wire.identity import vocabulary_size
+from services.rollout.sample import seed_of_turn
 
 BEGUN_KEY = "begun"
 """Name in SamplingParams.extra_args: number of tokens that a response had before its request."""
@@ -74,8 +74,7 @@ def continued(state: Any, begun: int) -> torch.Generator:
     if generator.device.type == "cpu":
         return CpuGenerator(state, begun)
     if begun:
-        entropy = [generator.initial_seed(), begun]
-        generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1))
+        generator.manual_seed(seed_of_turn(generator.initial_seed(), begun))
     return generator
 
 
