@@ -199,8 +199,11 @@ async def fit(
         run = Run(training.for_steps(order.steps), file.record, inputs, order, log, run_dir, start)
         if problem := unreplaceable(run.save_to, training.owner):
             raise ConfigError(f"save: {problem}")
-        with locked(run_dir, run.checkpoints), connect(training):
-            await run.finish(overwrite=overwrite, resume=resume)
+        with locked(run_dir, run.checkpoints):
+            if resume:  # also where it cannot go on
+                log.keep_in(run_dir)
+            with connect(training):
+                await run.finish(overwrite=overwrite, resume=resume)
     return run.save_to
 
 

@@ -140,9 +140,12 @@ async def train(
                 for line in await in_thread(partial(outdated, deployment, infos), "services"):
                     log.note(deployment.worded(line))
                 await await_door(sessions)
-                with locked(run_dir, checkpoint_folder(config)), connected_ray():
-                    run = Run(deployment, inputs, services, sessions, log, run_dir, accept_changed_services)
-                    await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
+                with locked(run_dir, checkpoint_folder(config)):
+                    if resume:  # also where it cannot go on
+                        log.keep_in(run_dir)
+                    with connected_ray():
+                        run = Run(deployment, inputs, services, sessions, log, run_dir, accept_changed_services)
+                        await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
     finally:
         await services.close()
     return run_dir

@@ -52,7 +52,7 @@ class RunLog:
         try:
             yield log
         except (asyncio.CancelledError, KeyboardInterrupt):
-            log._write("interrupted by the user")
+            log._write("interrupted, by Ctrl-C, SIGTERM or the script that runs it")
             raise
         except Exception as error:
             log._write(f"ended by an error: {reasons(error)}")

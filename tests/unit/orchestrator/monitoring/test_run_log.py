@@ -47,8 +47,8 @@ def test_what_was_told_and_logged_is_in_the_file_in_its_order(
     ("error", "last"),
     [
         (ExceptionGroup("both", [ValueError("this"), ValueError("that")]), "ended by an error: this; that"),
-        (asyncio.CancelledError(), "interrupted by the user"),
-        (KeyboardInterrupt(), "interrupted by the user"),
+        (asyncio.CancelledError(), "interrupted, by Ctrl-C, SIGTERM or the script that runs it"),
+        (KeyboardInterrupt(), "interrupted, by Ctrl-C, SIGTERM or the script that runs it"),
     ],
 )
 def test_the_file_says_how_a_run_ended(tmp_path: Path, error: BaseException, last: str) -> None:

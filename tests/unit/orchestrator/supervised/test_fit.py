@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.commands.supervised import Order, TrainingFile
+from orchestrator.monitoring.metrics import RUN_LOG
 from orchestrator.report.page import write_report
 from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.registry import TRAININGS
@@ -124,6 +125,8 @@ def test_other_examples_or_another_order_cannot_go_on(
         runs.run(command, fields, after={3: stop})
     with pytest.raises(ConfigError, match=r"^batch_size: not what the checkpoint of step 2 was trained with"):
         runs.run(command, fields | {"batch_size": 6}, resume=True)
+    log = (runs.folder / "runs" / "mine" / RUN_LOG).read_text().splitlines()
+    assert "  ended by an error: batch_size: not what the checkpoint of step 2 was trained with" in log[-1]
     write("train", rows(command, 18, seed=2))
     with pytest.raises(ConfigError, match=r"^data: not what the checkpoint of step 2 was trained with"):
         runs.run(command, fields, resume=True)
