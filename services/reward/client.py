@@ -4,7 +4,6 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
@@ -36,15 +35,6 @@ class Parts:
     to the one that earns it; of texts the number of characters of the response."""
     rewards: Floats
     """The reward, which the pair's score holds."""
-
-    @classmethod
-    def joined(cls, several: Sequence["Parts"], starts: Sequence[int]) -> "Parts":
-        """The parts of several answers, whose first pairs have these indices in the whole call."""
-        return cls(
-            np.concatenate([each.pairs + start for each, start in zip(several, starts, strict=True)]),
-            np.concatenate([each.places for each in several]),
-            np.concatenate([each.rewards for each in several]),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +164,7 @@ class RewardClient(ServiceClient[RewardStub]):
         return self._joined(await in_parts(sizes, part))
 
     async def _part(self, rows: range, request: pb.ScoreRequest, deadline: Deadline) -> Scores:
-        """The scores of these rows, which the request holds."""
+        """The scores of these rows of the call, which the request holds."""
         reply = await self._call(self._stub.Score, request, deadline, "Score", anywhere=True, divisible=len(rows) > 1)
         names = tuple(reply.scorer.names) or (SCORE,)
         of = "pairs" if len(names) == 1 else f"scores of {len(rows)} pairs by {len(names)} names"
@@ -184,7 +174,7 @@ class RewardClient(ServiceClient[RewardStub]):
             values = one_each(unpack_floats(reply.scores, "scores"), len(rows) * len(names), "scores", of)
             table = values.reshape(len(rows), len(names))
             unscored = _unscored(reply, table, names, rows)
-            parts = _parts(reply, len(rows)) if reply.scorer.process else None
+            parts = _parts(reply, rows) if reply.scorer.process else None
         columns = dict(zip(names, table.T, strict=True))
         return Scores(columns, reply.scorer.name, reply.scorer.model_hash, unscored, parts)
 
@@ -198,15 +188,14 @@ class RewardClient(ServiceClient[RewardStub]):
                 "replaced?"
             )
         columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
-        lengths = [len(next(iter(part.columns.values()))) for part in parts]
-        starts = list(accumulate(lengths, initial=0))[:-1]
-        unscored = {
-            start + row: each
-            for start, part in zip(starts, parts, strict=True)
-            for row, each in part.unscored.items()
-        }
-        earned = [part.parts for part in parts if part.parts is not None]
-        whole = Parts.joined(earned, starts) if earned else None
+        unscored = {row: each for part in parts for row, each in part.unscored.items()}
+        whole = None
+        if earned := [part.parts for part in parts if part.parts is not None]:
+            whole = Parts(
+                np.concatenate([each.pairs for each in earned]),
+                np.concatenate([each.places for each in earned]),
+                np.concatenate([each.rewards for each in earned]),
+            )
         return Scores(columns, first.scorer, first.model_hash, unscored, whole)
 
     async def info(self, timeout_s: float) -> pb.ScorerInfo:
@@ -257,21 +246,22 @@ def _tokens(*texts: str) -> int:
     return 1 + sum(len(text.encode()) for text in texts) // 3
 
 
-def _parts(reply: pb.ScoreResponse, pairs: int) -> Parts:
-    """The parts of the reply's scores. InvalidArgument unless each has a pair, a place and a finite reward."""
+def _parts(reply: pb.ScoreResponse, pairs: range) -> Parts:
+    """The parts of the scores of these pairs of the call. InvalidArgument unless each has a pair, a place and a
+    finite reward."""
     owners, places = unpack_longs(reply.part_pairs, "part_pairs"), unpack_longs(reply.part_places, "part_places")
     rewards = unpack_floats(reply.part_rewards, "part_rewards")
     if not len(owners) == len(places) == len(rewards):
         raise InvalidArgument(f"part_places: {len(places)}, part_rewards: {len(rewards)}, but {len(owners)} pairs")
-    if len(owners) and (owners[0] < 0 or owners[-1] >= pairs or (owners[1:] < owners[:-1]).any()):
-        raise InvalidArgument(f"part_pairs: must be ascending, from 0 to {pairs - 1}")
+    if len(owners) and (owners[0] < 0 or owners[-1] >= len(pairs) or (owners[1:] < owners[:-1]).any()):
+        raise InvalidArgument(f"part_pairs: must be ascending, from 0 to {len(pairs) - 1}")
     if not ((places > 0).all() and np.isfinite(rewards).all()):
         raise InvalidArgument("part_places and part_rewards: must be from 1 on, and finite")
-    return Parts(owners, places, rewards)
+    return Parts(owners + pairs.start, places, rewards)
 
 
 def _unscored(reply: pb.ScoreResponse, table: Floats, names: Sequence[str], pairs: range) -> dict[int, Unscored]:
-    """The pairs that the reply does not score, of these of the call. InvalidArgument unless those have NaN in all
+    """The pairs of the call, of these, that the reply does not score. InvalidArgument unless those have NaN in all
     columns of `table`, [B, K], which have these names, and each a reason, and all others have numbers."""
     outcomes = np.frombuffer(reply.outcomes, np.uint8) if reply.outcomes else np.zeros(len(table), np.uint8)
     if len(outcomes) != len(table):
@@ -288,4 +278,4 @@ def _unscored(reply: pb.ScoreResponse, table: Floats, names: Sequence[str], pair
         row, column = divmod(int(np.argmax(wrong)), len(names))
         where = f"scores: {names[column]} of pair {pairs[row]} of the call"
         raise InvalidArgument(f"{where} is {table[row, column]}; must be finite")
-    return {row: Unscored(Outcome(outcomes[row]), why) for row, why in zip(rows, reply.reasons, strict=True)}
+    return {pairs[row]: Unscored(Outcome(outcomes[row]), why) for row, why in zip(rows, reply.reasons, strict=True)}
