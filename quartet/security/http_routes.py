@@ -1,5 +1,6 @@
 """The paths over HTTP, a row each: its method, who may call it, and whether its requests hold texts."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple, get_args
@@ -75,6 +76,22 @@ def http_route(deployment: str, path: str) -> str:
         path: below the application's route prefix.
     """
     return f"/http/{deployment}{path}"
+
+
+_SCORER = re.compile(r"(?s)/scorers/([^/]{1,256})(/.*)")
+_SCORE = re.compile(r"(?s)/([^/]{1,256})(/.*)")
+
+
+def scorer_in(path: str) -> tuple[str, str]:
+    """The scorer that a path such as `/scorers/NAME/score` names, as NAME or NAME/SCORE, and the path behind it; an
+    empty name and the path itself if it names none. For clients of a reward application that can name a scorer only
+    by an address; the replica says whether there is one of that name."""
+    if (named := _SCORER.fullmatch(path)) is None:
+        return "", path
+    scorer, below = named.groups()
+    if below not in ROUTES["Reward"] and (scored := _SCORE.fullmatch(below)):
+        return f"{scorer}/{scored[1]}", scored[2]
+    return scorer, below
 
 
 @cache

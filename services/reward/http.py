@@ -18,10 +18,10 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from protos import reward_pb2 as pb
+from quartet.security.http_routes import scorer_in
 from quartet.serving.http import health, refusal, refused, share_of_request
 from quartet.wire.codec import unpack_floats
 from quartet.wire.errors import InvalidArgument, NotFound, ServiceError
@@ -36,10 +36,6 @@ from services.reward.aggregates import aggregated
 if TYPE_CHECKING:
     from services.reward.doors import Doors
 
-_NAMED = re.compile(r"\A/scorers/([^/]+)(/.*)\Z")
-"""The name of a scorer before a path, for clients that can name it only by an address."""
-_SCORE = re.compile(r"\A/([^/]+)(/.*)\Z")
-"""The name of one of its scores after that."""
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?=: )")
 _ALTERNATIVE = re.compile(r"(?:constrained-)?(?:str|int|float|bool)$|[a-z]+\[")
 """Names that pydantic gives to the alternatives of a field."""
@@ -169,17 +165,11 @@ class Door:
         )
         app.router.route_class = _Route
         self._add_routes(app)
-        self._paths = {route.path for route in app.routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer to one request."""
         root = scope.get("root_path", "")
-        path = str(scope["path"]).removeprefix(root)
-        scorer = ""
-        if named := _NAMED.match(path):
-            scorer, path = named[1], named[2]
-            if path not in self._paths and (scored := _SCORE.match(path)):
-                scorer, path = f"{scorer}/{scored[1]}", scored[2]
+        scorer, path = scorer_in(str(scope["path"]).removeprefix(root))
         await self._app({**scope, "path": f"{root}{path}", _SCORER: scorer}, receive, send)
 
     def _choice(self, request: Request, named: str, by: str, one: bool = False) -> Choice:

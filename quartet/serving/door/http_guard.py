@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quartet.seams.serve import route_of
 from quartet.security.authentication import AUTHORIZATION, bearer_token
 from quartet.security.gate import Gate
-from quartet.security.http_routes import ROUTES, STARTS_SESSION, http_route
+from quartet.security.http_routes import ROUTES, STARTS_SESSION, http_route, scorer_in
 from quartet.security.identity import Caller
 from quartet.security.port import on_loopback
 from quartet.security.session_key import KEY, SESSION, SessionKeys, new_session
@@ -30,11 +30,6 @@ from quartet.wire.http_errors import HttpError, http_error
 from quartet.wire.json_bounds import check_bounds
 
 log = logging.getLogger("quartet")
-_SCORER = re.compile(r"\A/scorers/[^/]{1,256}(?=/)")
-"""The name of a scorer before a path of a reward application, for clients that can name it only by an address. The
-replica says whether there is one of that name."""
-_SCORE = re.compile(r"\A/[^/]{1,256}(?=/)")
-"""The name of one of its scores after that."""
 _NAMED = "x-session-id"
 """Header with which a caller names one of its sessions. Numbers of other forms are not sessions of ours: clients send
 them for other servers' routing."""
@@ -128,10 +123,8 @@ class HttpGuard:
         _check_not_a_browser(headers)
         prefix, application, deployment = self._find(path) or ("", None, "")
         below = path.removeprefix(prefix if prefix != "/" else "")
-        if deployment == "Reward" and (scorer := _SCORER.match(below)):
-            below = below[scorer.end() :]
-            if below not in ROUTES[deployment]:
-                below = _SCORE.sub("", below, count=1)
+        if deployment == "Reward":
+            _, below = scorer_in(below)
         route, served = http_route(deployment, below[:64]), ROUTES.get(deployment, {})
         known = f"below {prefix} are {', '.join(served)}" if served else "no application that has it is served here"
         not_here = _Refused(HttpError(404, f"{path[:128]!r} is not here; {known}"))
