@@ -16,7 +16,6 @@ from quartet.wire.outcomes import Outcome
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """Upper ends of the classes of durations."""
-_OUTCOMES = {outcome.value: outcome.name.lower() for outcome in Outcome}
 
 
 class Metrics:
@@ -61,10 +60,10 @@ class Metrics:
         def answered(reply: pb.ScoreResponse) -> None:
             nonlocal status
             status = "ok"
-            for outcome, name in _OUTCOMES.items():
-                count = reply.outcomes.count(outcome) if reply.outcomes else rows * (outcome == Outcome.SCORED)
+            for outcome in Outcome:
+                count = reply.outcomes.count(outcome) if reply.outcomes else rows * (outcome is Outcome.SCORED)
                 if count:
-                    self._rows.labels(scorer, name).inc(count)
+                    self._rows.labels(scorer, outcome.name.lower()).inc(count)
 
         waiting = self._waiting.labels(scorer)
         waiting.inc(rows)
