@@ -1,5 +1,7 @@
 """A learner that goes on from a snapshot ends bit for bit where one ends that was never stopped."""
 
+import os
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -104,13 +106,14 @@ def test_another_layout_is_refused_by_name(policy_folder: Path, snapshot: Path) 
 
 
 def test_the_optimizer_goes_on_as_it_is_configured_now(policy_folder: Path, snapshot: Path) -> None:
-    changed = OPTIMIZER.model_copy(update={"learning_rate": 4e-3, "weight_decay": 0.5, "eps": 1e-5})
+    own = {"learning_rate": 4e-3, "weight_decay": 0.5, "eps": 1e-5, "betas": (0.7, 0.8)}
+    changed = OPTIMIZER.model_copy(update=own)
     config = PolicyConfig(model=str(policy_folder), optimizer=changed)
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=5), Distribution(1.0))
     trainer.learner.restore(snapshot)
     [group] = trainer.learner._engine.optimizer.param_groups
     assert group["lr"] == pytest.approx(4e-3 / 3)
-    assert (group["weight_decay"], group["eps"]) == (0.5, 1e-5)
+    assert (group["weight_decay"], group["eps"], group["betas"]) == (0.5, 1e-5, (0.7, 0.8))
     # One third of the rate, and two, in the two steps of warm-up, and then all of it.
     prompts, responses = pairs(5)
     rows = {name: noise(responses, 1) for name in ("logprobs", "old_logprobs", "advantages")}
@@ -174,6 +177,56 @@ def test_without_copies_everything_is_written_at_once(tmp_path: Path) -> None:
     assert snapshot.load(str(tmp_path / "x"))["a"].tolist() == [0, 1, 2, 3]
     snapshot.write()
     assert snapshot.load(str(tmp_path / "x"))["a"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_all_files_of_a_snapshot_are_on_disk_when_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    synced = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+
+    def write(state: None, folder: Path) -> None:
+        (folder / "adapters").mkdir(parents=True)
+        for file in (folder / "config.json", folder / "adapters" / "weights"):
+            file.write_text("{}")
+
+    snapshot = Snapshot()
+    snapshot.begin(copies=copies)
+    snapshot.save({"a": torch.arange(4.0)}, str(tmp_path / "x"))
+    snapshot.hold(None, tmp_path / "model", write)
+    snapshot.write()
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) == 3
+    assert sorted(synced) == sorted(file.stat().st_ino for file in files)
+
+
+def test_the_next_snapshot_waits_until_the_last_is_written(tmp_path: Path) -> None:
+    snapshot, weight = Snapshot(), torch.arange(4.0)
+    writes, may_go_on = threading.Event(), threading.Event()
+
+    def write(state: torch.Tensor, path: Path) -> None:
+        writes.set()
+        assert may_go_on.wait(60)
+        path.write_text(str(state.tolist()))
+
+    def take() -> None:
+        snapshot.begin()
+        snapshot.copy(weight + 10)  # into the memory of the last one
+
+    snapshot.begin()
+    snapshot.hold(snapshot.copy(weight), tmp_path / "x", write)
+    writing, taking = threading.Thread(target=snapshot.write), threading.Thread(target=take)
+    writing.start()
+    assert writes.wait(60)
+    taking.start()
+    taking.join(0.2)
+    assert taking.is_alive()
+    may_go_on.set()
+    for thread in (writing, taking):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert (tmp_path / "x").read_text() == "[0.0, 1.0, 2.0, 3.0]"
 
 
 def test_memory_is_kept_for_the_next_snapshot() -> None:
