@@ -499,6 +499,16 @@ async def test_a_newcomer_is_answered_under_the_lease_that_the_run_holds_now_wit
             assert pusher.behind == {"new"}
 
 
+async def test_a_replica_that_began_without_a_pusher_is_told_to_the_next_one_alone() -> None:
+    desk, first, second = QuietDesk(), FakePusher(), FakePusher()
+    async with asyncio.timeout(5), taking_newcomers(desk, lambda: LEASE, 30) as newcomers:  # type: ignore[arg-type]
+        await until(lambda: desk.asked == 2)
+        for pusher in (first, second):
+            async with newcomers.brought_by(pusher):  # type: ignore[arg-type]
+                pass
+    assert (first.behind, second.behind) == ({"new"}, set())
+
+
 class StuckPusher(FakePusher):
     """Never answers."""
 

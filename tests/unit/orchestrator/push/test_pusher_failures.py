@@ -157,6 +157,16 @@ async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -
     assert fleet.versions == {"a": 5}
 
 
+async def test_a_roll_back_that_fails_as_a_whole_leaves_the_next_attempt_to_those_that_answer(
+    source: FakeSource,
+) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.down = ["transfer", "abort"]
+    report = await make_pusher(fleet).push(5)
+    assert (report.attempts, fleet.versions) == (2, {"a": 5})
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort", *PUSH]
+
+
 @pytest.mark.parametrize(("backend", "first"), [("gloo", "prepare"), ("ipc", "gather"), ("cuda-ipc", "gather")])
 async def test_gloo_gathers_beside_the_push_and_shared_memory_is_filled_before_it(
     source: FakeSource, backend: str, first: str
