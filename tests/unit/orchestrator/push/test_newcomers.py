@@ -71,11 +71,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     "error",
     [Internal("policy.add_newcomers: gone"), RanksLost("rank 0 died"), RayActorError(), ConnectionResetError()],
 )
+@in_virtual_time
 async def test_what_may_mend_itself_is_tried_again_and_said_in_one_line(error: Exception, logged: list[str]) -> None:
     pusher = FakePusher(error, error)
     async with adding_newcomers(pusher, FakeDesk(), LEASE, 30):  # type: ignore[arg-type]
         async with asyncio.timeout(5):
             await pusher.asked.wait()
+    # Two pauses, and three times a thousandth of a second at the desk.
+    assert asyncio.get_running_loop().time() == pytest.approx(2 * 0.01 + 3 * 0.001)
     # Members of earlier tests in the same loop may still say that their pushes lapse.
     said = [line for line in logged if not line.startswith("push: ")]
     for line in said:
