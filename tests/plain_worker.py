@@ -2,6 +2,7 @@
 can be copied straight into place."""
 
 from pathlib import Path
+from typing import Any
 
 from vllm.model_executor.layers import utils
 
@@ -18,7 +19,8 @@ class PlainWorker(WorkerExtension):
 
     def kept_bytes(self) -> int:
         """Bytes that this worker keeps of the last push, if it keeps its own pieces alone; 0 if not."""
-        staged = self.weight_transfer_engine._receiver._staged
+        receiver: Any = self.weight_transfer_engine._receiver
+        staged = receiver._staged
         return sum(part.nbytes for part in staged._parts) if isinstance(staged, StagedPieces) else 0
 
     def shared_memory(self) -> list[str]:

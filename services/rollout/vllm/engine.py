@@ -147,9 +147,9 @@ class VLLMEngine:
         llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         engine = cls(llm, config, expected)
         await llm.update_weight_version("0")
-        engine.processes = [psutil.Process(number) for number in await llm.collective_rpc("process_number")]
-        await llm.collective_rpc("unname_memory")
-        await llm.collective_rpc("continue_seeds")
+        workers = await llm.collective_rpc("prepare_worker")
+        engine.processes = [psutil.Process(number) for number, _ in workers]
+        engine.place = Place(machine(), tuple(gpu for _, gpu in workers if gpu))
         if (adapters := config.adapters) is not None:
             await llm.collective_rpc("take_adapters", args=(adapters.rank, expected.shapes, config.adapter_versions))
             if stale := await engine.stale():
@@ -157,7 +157,6 @@ class VLLMEngine:
                     f"rollout.args.adapters: vLLM's model has no place for those of {len(stale)} layers, such as "
                     f"{stale[0]}; push merged weights, without it"
                 )
-        engine.place = Place(machine(), tuple(uuid for uuid in await llm.collective_rpc("gpu") if uuid))
         # An engine that cannot run this model fails at the first token; better now than at the first caller.
         warm_up = Sampling(max_new_tokens=2, ignore_eos=True)
         await engine.generate(0, np.asarray([0], np.int32), warm_up, seed=None)

@@ -29,9 +29,6 @@ from services.rollout.vllm.sampling import continue_seeds
 
 log = logging.getLogger("quartet")
 
-NAME = "quartet"
-"""Name under which plugin.py registers the engine with vLLM."""
-
 
 @dataclass
 class JoiningInfo(Joining, WeightTransferInitInfo):
@@ -63,24 +60,10 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         """Checksum of the bytes received last."""
         self.failure = ""
         """Reason for which the last join, receipt or load failed; empty if it did not."""
-        self._loading: Loading | Adapters = Loading(self.model, self.model_config, self.device)
+        self.loading: Loading | Adapters = Loading(self.model, self.model_config, self.device)
         self._backend = ""
         self._receiver: Receiver | None = None
         self._manifest: Manifest | None = None
-
-    @property
-    def stale(self) -> list[str]:
-        """Layers that the last update brought no weights for."""
-        return self._loading.stale
-
-    def take_adapters(self, runner: Any, rank: int, shapes: Mapping[str, Sequence[int]], versions: int) -> None:
-        """Has all updates bring the model's adapters, and nothing else. Arguments as of Adapters."""
-        self._loading = Adapters(runner, rank, shapes, versions, self.device)
-
-    def put_adapters_at(self, place: int) -> None:
-        """Has the next update's adapters put in this place; `take_adapters` came before."""
-        assert isinstance(self._loading, Adapters)
-        self._loading.place = place
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -121,20 +104,16 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
             raise RuntimeError("no transfer group: prepare comes before transfer")
         self._manifest = manifest = Manifest.from_fields(vars(update_info))
         try:
-            pieces = self._loading.pieces(manifest) if update_info.pieces else None
+            pieces = self.loading.pieces(manifest) if update_info.pieces else None
             self.checksum = self._receiver.receive(manifest, pieces)
         except BaseException:
             self.shutdown()
             raise
 
-    def knows_pieces(self, manifest: Manifest) -> bool:
-        """True if pieces of such weights are all that this worker needs."""
-        return self._loading.pieces(manifest) is not None
-
     def make_room(self, manifest: Manifest, *, pieces: bool) -> None:
         """Frees memory of earlier pushes that one of such weights does not use; `pieces` as for its update."""
         if self._receiver is not None:
-            self._receiver.make_room(manifest, self._loading.pieces(manifest) if pieces else None)
+            self._receiver.make_room(manifest, self.loading.pieces(manifest) if pieces else None)
 
     def finish_weight_update(self) -> None:
         """Loads the received weights. It is a failure if they changed meanwhile: the model can then only receive
@@ -142,16 +121,7 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         with self._noting_failure():
             assert self._receiver is not None
             assert self._manifest is not None
-            self._loading.replace(self._manifest, self._receiver)
-
-    def discard(self) -> bool:
-        """Ends a push without its weights; True if the model still has its old weights."""
-        self.shutdown()
-        return self.close()
-
-    def close(self) -> bool:
-        """Ends a push without its weights, as `discard` does, but stays in the group."""
-        return self._loading.discard()
+            self.loading.replace(self._manifest, self._receiver)
 
     def shutdown(self) -> None:
         """Leaves the group."""
@@ -163,58 +133,53 @@ class WorkerExtension:
     """Methods that vLLM adds to its workers, in addition to its own calls for weight transfer."""
 
     model_runner: Any
-    weight_transfer_engine: Any
+    weight_transfer_engine: QuartetWeightTransferEngine
+
+    def prepare_worker(self) -> tuple[int, str]:
+        """Lets the memory that this engine's workers share go away with the last of them, and makes this worker
+        continue the seeds of responses that it did not begin. Returns the number of its process and the UUID of its
+        GPU, empty on a CPU."""
+        unname_workers_memory()
+        continue_seeds(self.model_runner)
+        return os.getpid(), gpu_uuid(self.weight_transfer_engine.device)
 
     def take_adapters(self, rank: int, shapes: Mapping[str, Sequence[int]], versions: int) -> None:
-        """Has pushes bring adapters of these shapes and this rank, of which so many versions are kept."""
-        self.weight_transfer_engine.take_adapters(self.model_runner, rank, shapes, versions)
+        """Has pushes bring the model's adapters, and nothing else. Arguments as of Adapters."""
+        engine = self.weight_transfer_engine
+        engine.loading = Adapters(self.model_runner, rank, shapes, versions, engine.device)
 
     def put_adapters_at(self, place: int) -> None:
-        """Has the next push's adapters put in this place, from 0."""
-        self.weight_transfer_engine.put_adapters_at(place)
+        """Has the next push's adapters put in this place, from 0; `take_adapters` came before."""
+        assert isinstance(self.weight_transfer_engine.loading, Adapters)
+        self.weight_transfer_engine.loading.place = place
 
     def knows_pieces(self, fields: Mapping[str, Any]) -> bool:
         """True if pieces of the weights of a manifest with these fields are all that this worker needs of them."""
-        return bool(self.weight_transfer_engine.knows_pieces(Manifest.from_fields(fields)))
+        return self.weight_transfer_engine.loading.pieces(Manifest.from_fields(fields)) is not None
 
     def make_room(self, fields: Mapping[str, Any], pieces: bool) -> None:
         """Frees memory of earlier pushes that one with these fields does not use; with `pieces` each worker keeps its
         own alone."""
         self.weight_transfer_engine.make_room(Manifest.from_fields(fields), pieces=pieces)
 
-    def process_number(self) -> int:
-        """Number of this worker's process."""
-        return os.getpid()
-
-    def unname_memory(self) -> None:
-        """Lets the memory that this engine's workers share go away with the last of them."""
-        unname_workers_memory()
-
-    def continue_seeds(self) -> None:
-        """Makes this worker continue the seeds of responses that it did not begin."""
-        continue_seeds(self.model_runner)
-
-    def gpu(self) -> str:
-        """UUID of this worker's GPU; empty on a CPU."""
-        return gpu_uuid(self.weight_transfer_engine.device)
-
     def push_outcome(self) -> tuple[str, str]:
         """Reason for which this worker's last act in a push failed, empty if it did not, and the checksum of what it
         received last."""
-        return str(self.weight_transfer_engine.failure), str(self.weight_transfer_engine.checksum)
+        return self.weight_transfer_engine.failure, self.weight_transfer_engine.checksum
 
     def stale_weights(self) -> list[str]:
         """Layers that the last update brought no weights for."""
-        return list(self.weight_transfer_engine.stale)
+        return self.weight_transfer_engine.loading.stale
 
     def close_weight_update(self) -> None:
         """Closes a weight update that was left open, if there is one. The group stays, as it may be the next push's
         already."""
         if forget_update(self):
-            self.weight_transfer_engine.close()
+            self.weight_transfer_engine.loading.discard()
 
     def abort_weight_update(self) -> bool:
         """Ends a push without its weights; True if the model still has its old weights. vLLM's own flag says no more
         than that an update is open: it clears it when an update fails, with half of the weights loaded."""
         forget_update(self)
-        return bool(self.weight_transfer_engine.discard())
+        self.weight_transfer_engine.shutdown()
+        return self.weight_transfer_engine.loading.discard()

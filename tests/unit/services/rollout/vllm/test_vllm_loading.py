@@ -1,6 +1,7 @@
 """Loading into vLLM's layers, broken off at every point: with vLLM's own machinery, and no engine around it."""
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -335,7 +336,12 @@ def test_a_worker_says_why_it_did_not_join_and_does_not_raise() -> None:
     assert failure.startswith("ValueError: weights.backend: 'unknown' is not one of gloo, nccl")
     worker.weight_transfer_engine.init_transfer_engine(JoiningInfo("ipc", [["127.0.0.1", 1]], 1, 2, 1, 1.0))
     assert worker.push_outcome() == ("", "")
-    assert worker.gpu() == ""
+
+
+def test_a_worker_on_a_cpu_names_its_process_and_no_gpu() -> None:
+    worker = Worker()
+    worker.model_runner = SimpleNamespace()
+    assert worker.prepare_worker() == (os.getpid(), "")
 
 
 def test_layers_that_share_nothing_are_named_though_their_weights_were_freed() -> None:
