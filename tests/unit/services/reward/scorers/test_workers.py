@@ -191,11 +191,20 @@ async def test_a_module_is_imported_once_where_a_fork_is_no_danger_to_it(
     assert len(tries.read_text()) == imports
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["its own", "imported"])
 @pytest.mark.parametrize("thread", ["", THREAD], ids=["forked", "with a thread"])
-async def test_scores_are_of_the_code_by_which_the_scorer_is_identified(module: Path, thread: str) -> None:
-    """A file that is changed while the service runs."""
+async def test_scores_are_of_the_code_by_which_the_scorer_is_identified(
+    module: Path, thread: str, beside: bool
+) -> None:
+    """A file that is changed while the service runs: that of the function, or one that it imports."""
     gives = "    return [1.0 if pair.label != 'exits' else os._exit(3) for pair in pairs]\n"
     text = f"{thread}import os\n\n\ndef score(pairs):\n{gives}"
+    if beside:
+        helper = module.with_name(f"{module.stem}_helper.py")
+        module.write_text(
+            f"from {helper.stem} import score as scored\n\n\ndef score(pairs):\n    return scored(pairs)\n"
+        )
+        module = helper
     module.write_text(text)
     passes = batcher(made := of_module())
     assert (await called(passes, "")).told == [1.0]
