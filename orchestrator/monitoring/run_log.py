@@ -68,9 +68,14 @@ class RunLog:
     def keep_in(self, run_dir: Path) -> None:
         """Writes what was held, and from now on every line, to the run's folder."""
         with self._lock:
-            if self._file is None:
+            if self._file is not None:
+                return
+            try:
                 self._file = (run_dir / RUN_LOG).open("ab", buffering=0)
-                self._put(self._file, self._held)
+            except OSError as error:
+                self._shown.note(f"{run_dir / RUN_LOG} cannot be written: {error.strerror}")
+                return
+            self._put(self._file, self._held)
 
     def note(self, text: str) -> None:
         """Shows and keeps a message."""

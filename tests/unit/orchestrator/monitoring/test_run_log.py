@@ -66,6 +66,15 @@ def test_a_run_that_has_no_folder_yet_leaves_nothing(tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_a_log_that_cannot_be_opened_is_told_and_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / RUN_LOG).symlink_to("no/such/place")
+    shown = io.StringIO()
+    with RunLog.of(PlainProgress(shown)) as log:
+        log.keep_in(tmp_path)
+        log.note("starting")
+    assert shown.getvalue() == f"{tmp_path / RUN_LOG} cannot be written: No such file or directory\nstarting\n"
+
+
 def test_a_full_disk_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / RUN_LOG).symlink_to("/dev/full")
     shown = io.StringIO()
