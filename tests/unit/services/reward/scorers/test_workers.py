@@ -20,6 +20,7 @@ from quartet.serving.batcher import SpoiltError
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.kinds import FunctionScorerConfig
+from services.reward.scorers import function as function_module
 from services.reward.scorers import workers
 from services.reward.scorers.function import FunctionScorer
 from tests.scorers import WHOLE
@@ -113,6 +114,16 @@ async def test_a_coroutine_function_has_all_pairs_at_once_each_with_its_time(fun
     assert "took longer for a pair than pair_timeout_s, 2 s" in str(results[2])
     assert f"{function} raised ValueError in line" in str(results[3])
     assert "1234" not in str(results[3])
+
+
+async def test_a_few_errors_of_a_call_are_logged_with_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may have a thousand pairs, and the replies do not say the text."""
+    logged = list[str]()
+    monkeypatch.setattr(function_module.log, "error", lambda text, *given: logged.append(text % given))
+    results = await scorer("waits").score([row(Pair("w1", "w2", "raises"))] * 6)
+    assert [each.outcome for each in results if isinstance(each, Unscored)] == [Outcome.FAILED] * 6
+    assert [text.startswith("tests.scorers:waits failed\nTraceback") for text in logged] == [True] * 4
+    assert all("1234" in text for text in logged)
 
 
 async def test_a_function_sees_what_it_asks_for_of_the_environment_and_no_secrets(
@@ -309,6 +320,7 @@ async def test_parts_of_no_pair_are_no_answer(parts: dict[str, Any], monkeypatch
 PARENT = """
 import asyncio, os, sys
 from services.reward.kinds import FunctionScorerConfig
+from services.reward.scorers import function as function_module
 from services.reward.scorers import workers
 from services.reward.scorers.function import FunctionScorer
 from services.reward.scorers.scorer import EncodedPair
