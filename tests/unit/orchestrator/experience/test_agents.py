@@ -358,6 +358,11 @@ async def test_an_answer_that_tells_of_none_or_of_too_many_is_refused(
         await converse(door, config, lambda task: door.say(task, ids(7), 10))
 
 
+async def test_a_response_that_ended_in_no_known_way_is_refused(door: Door, config: OrchestratorConfig) -> None:
+    with pytest.raises(InvalidReply, match=r"/rl/trajectory: .*'tired' is not a valid FinishReason"):
+        await converse(door, config, lambda task: door.say(task, ids(7), 10, finish_reason="tired"))
+
+
 async def test_lost_tokens_are_sampled_again(door: Door, config: OrchestratorConfig) -> None:
     door.lost = 1
 

@@ -9,7 +9,7 @@ from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.pusher import PushFailed, WeightPusher
 from orchestrator.push.replicas import Misfit
 from quartet.weight_transfer.place import Place
-from quartet.wire.errors import Internal, ServiceError, Unavailable
+from quartet.wire.errors import Internal, LeaseLost, ServiceError, Unavailable
 from tests.unit.fake_fleet import PUSH, FakeSource, Fleet, make_pusher
 from tests.unit.waiting import settled, until
 
@@ -155,6 +155,22 @@ async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -
     assert report.attempts == 2
     assert fleet.phases == [*PUSH, "abort", *PUSH[1:]]
     assert fleet.versions == {"a": 5}
+
+
+async def test_a_run_that_loses_its_replicas_amid_a_push_tries_it_once(source: FakeSource) -> None:
+    """No replica is rolled back, as another run holds them."""
+    fleet = Fleet(source, a=1)
+    ask = fleet.update_weights
+
+    async def fenced(*args: Any, **phase: Any) -> Any:
+        if "transfer" in phase:
+            raise LeaseLost("lease: another run holds the replicas")
+        return await ask(*args, **phase)
+
+    fleet.update_weights = fenced  # type: ignore[method-assign]
+    with pytest.raises(LeaseLost, match="another run holds the replicas"):
+        await make_pusher(fleet).push(5)
+    assert fleet.phases == ["discover", "prepare"]
 
 
 async def test_a_roll_back_that_fails_as_a_whole_leaves_the_next_attempt_to_those_that_answer(
