@@ -261,8 +261,8 @@ def _parts(reply: pb.ScoreResponse, pairs: range) -> Parts:
 
 
 def _unscored(reply: pb.ScoreResponse, table: Floats, names: Sequence[str], pairs: range) -> dict[int, Unscored]:
-    """The pairs of the call, of these, that the reply does not score. InvalidArgument unless those have NaN in all
-    columns of `table`, [B, K], which have these names, and each a reason, and all others have numbers."""
+    """The unscored ones of these pairs of the call. InvalidArgument unless those have NaN in all columns of `table`,
+    [B, K], which have these names, and each a reason, and all others have numbers."""
     outcomes = np.frombuffer(reply.outcomes, np.uint8) if reply.outcomes else np.zeros(len(table), np.uint8)
     if len(outcomes) != len(table):
         raise InvalidArgument(f"outcomes: {len(outcomes)} for {len(table)} pairs; there must be one each, or none")

@@ -2,9 +2,9 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2
+from prometheus_client.metrics_core import Metric
 from ray import serve
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -19,10 +19,10 @@ from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.http_errors import HttpError
+from services.reward.encoding import Received
+from services.reward.http import Door
+from services.reward.metrics import Metrics, text_of
 from services.reward.names import Listed
-
-if TYPE_CHECKING:  # only replicas need them
-    from prometheus_client.metrics_core import Metric
 
 GRPC = "grpc"
 """Name of gRPC among the doors."""
@@ -35,12 +35,6 @@ class Doors(HealthMixin, HttpMixin):
 
     def _open(self) -> None:
         """Opens the doors. Each constructor calls it."""
-        # Imported here because Serve builds the application in a process that then need not load them.
-        from services.reward.encoding import Received
-        from services.reward.http import Door
-        from services.reward.metrics import Metrics, text_of
-
-        self._received, self._text_of = Received, text_of
         self._metrics = Metrics()
         self._door = Door(self) if Port.of().http else None
         self._everyone = everyone() if self._door else None
@@ -88,7 +82,7 @@ class Doors(HealthMixin, HttpMixin):
     async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
         """The answer to a request that came by this door, measured."""
         try:
-            rows = self._received(request).rows
+            rows = Received(request).rows
         except InvalidArgument:
             rows = 0  # said by the scorer, to the caller
         with self._metrics.call(self.label(request.scorer), door, rows) as answered:
@@ -96,11 +90,11 @@ class Doors(HealthMixin, HttpMixin):
             answered(response)
         return response
 
-    async def taken(self) -> tuple[str, "list[Metric]"]:
+    async def taken(self) -> tuple[str, list[Metric]]:
         """This replica's name and its metrics."""
         return str(serve.get_replica_context().replica_tag), self._metrics.taken()
 
     async def metrics(self) -> bytes:
         """Metrics of all replicas that answer, in Prometheus' text format."""
         found = dict([await self.taken(), *await answers_in_time(self._everyone, "taken", METRICS_S)])
-        return bytes(self._text_of(sorted(found.items())))
+        return text_of(sorted(found.items()))

@@ -19,6 +19,7 @@ from quartet.serving.share import Share
 from quartet.threads import DaemonThread
 from services.reward.config import INGRESS, Hosted, RewardConfig, field_of
 from services.reward.doors import Doors
+from services.reward.encoding import Encoder, Received, size_of
 from services.reward.ingress import Ingress
 from services.reward.names import Listed, chosen
 
@@ -42,7 +43,6 @@ class Reward(Doors):
         # Imported here because Serve builds the application in a process that then need not load torch.
         from quartet.models.device import default_device
         from quartet.models.loading import load_tokenizer
-        from services.reward.encoding import Encoder, size_of
         from services.reward.scorers.make import make_scorer
 
         prepare_replica()
@@ -69,7 +69,7 @@ class Reward(Doors):
             each=len(scorer.names) or 1,
         )
         self._desk, self._tokenizing = Desk(hosted.limits), DaemonThread("tokenizer")
-        self._size_of, self._check = size_of, scorer.check
+        self._check = scorer.check
         self._open()
 
     async def check_health(self) -> None:
@@ -79,7 +79,7 @@ class Reward(Doors):
     async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """The answer to a request of Score, of a caller of this share."""
         chosen(request.scorer, [self._info.name])
-        received = self._received(request)
+        received = Received(request)
         with self._admission.admitted(share, received.rows, received.tokens, received.field):
             call = self._encoder.call(received, share)
             await self._batcher.submit(share, call)
@@ -96,7 +96,7 @@ class Reward(Doors):
         """The ids of a text, with special tokens or without, and the most that a pair may have. Texts are tokenised
         one at a time, beside the event loop: a long one takes a second."""
         chosen(scorer, [self._info.name])
-        size = self._size_of(text)
+        size = size_of(text)
         with self._admission.admitted(share, 1, size, "prompt"):
             async with self._desk.turn(share, size):
                 loop = asyncio.get_running_loop()

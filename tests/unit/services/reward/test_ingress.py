@@ -123,10 +123,10 @@ async def test_errors_arrive_as_the_scorer_raised_them(ingress: Any, handles: di
         await ingress.Score(texts(3, scorer="count"), context)
     assert (caught.value.retry_after_s, context.code) == (None, grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert context.details == "texts: 3 rows, but a call may hold 2; send it in several"
-    handles["count"].replica._received = None
+    handles["count"].replica._admission = None
     with pytest.raises(Internal):
         await ingress.Score(texts(scorer="count"), context)
-    assert context.details == "Score: internal error (TypeError); see the log"
+    assert context.details == "Score: internal error (AttributeError); see the log"
 
 
 async def test_a_scorer_that_is_lost_or_hangs_touches_no_other(ingress: Any, handles: dict[str, Any]) -> None:
