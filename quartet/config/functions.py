@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet.config.base import ConfigError
-from quartet.config.source import text_of
+from quartet.config.source import forget_compiled, text_of
 from quartet.wire.pairs import Pair
 
 PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
@@ -28,6 +28,7 @@ def imported(path: str, field: str) -> Any:
     folder = os.environ.get(VARIABLE) or os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)
+    forget_compiled(module)
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:

@@ -1,5 +1,5 @@
 """The text of a user's code, by which it is identified: of the module that holds it, and of the modules of the user's
-own that this one imports.
+own that this one imports. What Python has compiled of them has to be of that text.
 
 Needs nothing but Python: the processes of reward functions, which begin within milliseconds, read it too.
 """
@@ -10,6 +10,7 @@ import inspect
 import sysconfig
 import tokenize
 from collections.abc import Iterator
+from importlib.util import cache_from_source, find_spec
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -38,21 +39,55 @@ def text_of(code: Any) -> str:
     if depth >= len(above):  # a name that says nothing of its place
         return own
     root, first = above[depth], module.__name__.partition(".")[0]
-    installed, texts = root.resolve() in _INSTALLED, {module.__name__: own}
-    waiting = [(module.__name__, package)]
+    only = first if root.resolve() in _INSTALLED else None
+    beside = {name: text for name, _, text in _beside(root, module.__name__, package, own, only)}
+    return "\n".join([own, *(f"{name}\n{beside[name]}" for name in sorted(beside))])
+
+
+def forget_compiled(name: str) -> None:
+    """Removes what Python has compiled of a user's module, and of those beside it that it imports, where it may be of
+    another text. Python knows that a file has changed by its size and by the second of its last change: what it
+    compiled within that second may be of a text that was there before."""
+    first = name.partition(".")[0]
+    try:
+        spec = find_spec(first)
+    except ValueError:  # a module that was not imported, as of a program that is run
+        return
+    place = next(iter(spec.submodule_search_locations or ()), spec.origin) if spec else None
+    if first in OURS or place is None or (root := Path(place).absolute().parent).resolve() in _INSTALLED:
+        return
+    if (file := _file(root, name)) is None or (text := _read(file)) is None:
+        return
+    beside = [each for _, each, _ in _beside(root, name, file.name == "__init__.py", text, None)]
+    for source in (file, *beside):
+        with contextlib.suppress(OSError, NotImplementedError):
+            compiled = Path(cache_from_source(str(source)))
+            if int(compiled.stat().st_mtime) <= int(source.stat().st_mtime):
+                compiled.unlink()
+
+
+def _beside(root: Path, name: str, package: bool, text: str, only: str | None) -> Iterator[tuple[str, Path, str]]:
+    """(name, file, text) of each module of the user's below `root` that this one imports, directly or through others;
+    with `only` of that package alone."""
+    known, waiting = {name}, [(name, package, text)]
     while waiting:
-        name, package = waiting.pop()
-        for wanted in _imported(texts[name], name, package):
+        for wanted in _imported(*waiting.pop()):
             top = wanted.partition(".")[0]
-            if top in OURS or (installed and top != first):
+            if top in OURS or only not in (None, top):
                 continue
             for each in accumulate(wanted.split("."), lambda outer, inner: f"{outer}.{inner}"):
-                if each not in texts and (file := _file(root, each)):
-                    with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(file) as opened:
-                        texts[each] = opened.read()
-                        waiting.append((each, file.name == "__init__.py"))
-    del texts[module.__name__]
-    return "\n".join([own, *(f"{name}\n{texts[name]}" for name in sorted(texts))])
+                if each in known or (file := _file(root, each)) is None or (read := _read(file)) is None:
+                    continue
+                known.add(each)
+                yield each, file, read
+                waiting.append((each, file.name == "__init__.py", read))
+
+
+def _read(file: Path) -> str | None:
+    """The text of a module's file; None if it has none that Python could read."""
+    with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(file) as opened:
+        return opened.read()
+    return None
 
 
 def _file(root: Path, name: str) -> Path | None:
@@ -62,7 +97,7 @@ def _file(root: Path, name: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _imported(text: str, name: str, package: bool) -> Iterator[str]:
+def _imported(name: str, package: bool, text: str) -> Iterator[str]:
     """Names of modules that the module `name` may import anywhere in its text, and of things within them."""
     try:
         tree = ast.parse(text)

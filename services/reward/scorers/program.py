@@ -288,8 +288,9 @@ def _loaded(given: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
         made = getattr(importlib.import_module(module), name)(options)
         return made, getattr(made, "source", "")
     if given["checked"]:
-        from quartet.config.source import text_of
+        from quartet.config.source import forget_compiled, text_of
 
+        forget_compiled(module)
         function = getattr(importlib.import_module(module), name)
         return function, text_of(function)
     from quartet.config.functions import load_function, source_of

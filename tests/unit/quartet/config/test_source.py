@@ -1,8 +1,10 @@
 """The text by which a user's code is identified, of modules that import others."""
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import cache_from_source
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +12,7 @@ import pytest
 
 from orchestrator import incomplete
 from quartet.config import source
+from quartet.config.functions import imported
 from quartet.config.source import OURS, text_of
 
 FILES = {
@@ -93,3 +96,27 @@ def test_quartets_packages_are_those_that_its_command_knows() -> None:
 def test_code_without_a_text_is_refused() -> None:
     with pytest.raises((OSError, TypeError)):
         text_of(len)
+
+
+def test_code_is_of_the_text_by_which_it_is_identified_however_soon_that_changes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of a helper that have the same size, and come within the second in which that before was compiled."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (folder / "reward_of_mine.py").write_text("from helper_of_mine import score\n")
+    helper, second = folder / "helper_of_mine.py", 1_800_000_000
+    compiled = Path(cache_from_source(str(helper)))
+
+    def scored() -> int:
+        score: int = imported("reward_of_mine:score", "field")()
+        del sys.modules["reward_of_mine"], sys.modules["helper_of_mine"]
+        return score
+
+    for score in (1, 2, 1):
+        helper.write_text(f"def score(): return {score}\n")
+        os.utime(helper, (second, second))
+        assert scored() == score
+        os.utime(compiled, (second, second))
+    os.utime(compiled, (second + 1, second + 1))  # which holds for no text but the last
+    assert scored() == 1
+    assert compiled.stat().st_mtime == second + 1
