@@ -60,7 +60,7 @@ def forget_compiled(name: str) -> None:
         return
     beside = [each for _, each, _ in _beside(root, name, file.name == "__init__.py", text, None)]
     for source in (file, *beside):
-        with contextlib.suppress(OSError, NotImplementedError):
+        with contextlib.suppress(OSError):
             compiled = Path(cache_from_source(str(source)))
             if int(compiled.stat().st_mtime) <= int(source.stat().st_mtime):
                 compiled.unlink()
