@@ -117,7 +117,9 @@ def _inputs(deployment: Deployment) -> Inputs:
     environment, agent = problems.among(environment_of, config), problems.among(agent_of, config)
     if config.agent is not None:
         problems.among(door_of_agents, deployment)
-    problems.lines += [*unstartable(deployment), *unfit_learner(config.policy, "orchestrator.policy")]
+    # Facts have no length of the engine's own, and what follows from theirs was compared with all models at once.
+    told = config.longest_sequence[0] if deployment.facts else None
+    problems.lines += [*unstartable(deployment, told), *unfit_learner(config.policy, "orchestrator.policy")]
     tokenizer = problems.among(load_tokenizer, config.policy.model, before=f"{POLICY_FIELD}: ")
     train = held_out = None
     if tokenizer is not None:

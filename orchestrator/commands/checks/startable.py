@@ -43,8 +43,13 @@ with ACCELERATOR and is named after their kind."""
 ACCELERATOR = "accelerator_type:"
 
 
-def unstartable(deployment: ServicesFile) -> Iterator[str]:
-    """Reasons for which a service of the file would not start on a machine like this one."""
+def unstartable(deployment: ServicesFile, told: int | None = None) -> Iterator[str]:
+    """Reasons for which a service of the file would not start on a machine like this one.
+
+    Args:
+        deployment: the file.
+        told: a length of sequences, in tokens, that the caller compares with the models itself.
+    """
     if isinstance(deployment, Deployment):
         try:
             yield from sums_of(deployment).problems()
@@ -55,12 +60,6 @@ def unstartable(deployment: ServicesFile) -> Iterator[str]:
     yield from broken_tokenizers(deployment)
     yield from unlike_tokenizers(deployment)
     yield from unpackable(deployment)
-    # Facts have no length of the engine's own, and what follows from theirs is compared with all models at once.
-    told = (
-        deployment.orchestrator.longest_sequence[0]
-        if isinstance(deployment, Deployment) and deployment.facts
-        else None
-    )
     for placed in deployment.placed():
         name, section, gpus = placed.name, placed.section, placed.gpus
         where = f"applications.{name}"

@@ -12,6 +12,7 @@ import yaml
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema
 
 from orchestrator.commands.checks.preflight import preflight
+from orchestrator.commands.up import _check_startable
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.deployment.facts.derive import Layout, derive
 from orchestrator.deployment.facts.facts import APPLICATION_KEYS, DEPLOYMENT_KEYS, Facts
@@ -494,6 +495,12 @@ def test_lengths_that_are_both_given_are_compared_with_all_models_in_one_line(
         f"prompts.max_prompt_length + max_new_tokens is 129 tokens, but model ({facts['model']}) takes 128, "
         f"reward ({facts['reward']}) takes 128 (max_position_embeddings)"
     ]
+    file = loaded(given, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        _check_startable(file)  # as `quartet up` does
+    assert file.worded(str(caught.value)) == (
+        f"services.rollout.max_length: 129, but {facts['model']} takes 128 tokens (its max_position_embeddings)"
+    )
 
 
 @pytest.mark.parametrize(
