@@ -117,6 +117,6 @@ def _told(*arguments: str) -> Any:
     process of its own, as importing vLLM changes the environment, which a head or ranks would inherit."""
     try:
         told = subprocess.run([sys.executable, "-P", *arguments], capture_output=True, timeout=TOLD_S, check=True)
-    except (subprocess.SubprocessError, OSError):
+        return json.loads(told.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, OSError, IndexError, ValueError):  # a module may also write elsewhere, or end
         return None
-    return json.loads(told.stdout.splitlines()[-1])

@@ -152,6 +152,10 @@ def test_an_own_engine_is_looked_at_in_another_process(
     assert "OF_THE_ENGINE" not in os.environ
     (tmp_path / "engine_of_a_user.py").write_text("raise SystemExit(3)\n")
     assert problem_of_own(config, "engine") == "engine: importing engine_of_a_user fails with SystemExit: 3"
+    # What it tells of itself elsewhere, or not at all, the replica will tell.
+    for elsewhere in ("os.dup2(2, 1)", "os._exit(0)", "os.write(1, b'not JSON')\nos._exit(0)"):
+        (tmp_path / "engine_of_a_user.py").write_text(f"import os\n{elsewhere}\nasync def start(config): ...\n")
+        assert problem_of_own(config, "engine") == ""
 
 
 @pytest.mark.usefixtures("without_gpu")
