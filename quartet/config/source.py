@@ -39,7 +39,7 @@ def text_of(code: Any) -> str:
     if depth >= len(above):  # a name that says nothing of its place
         return own
     root, first = above[depth], module.__name__.partition(".")[0]
-    only = first if root.resolve() in _INSTALLED else None
+    only = first if _is_installed(root) else None
     beside = {name: text for name, _, text in _beside(root, module.__name__, package, own, only)}
     return "\n".join([own, *(f"{name}\n{beside[name]}" for name in sorted(beside))])
 
@@ -54,7 +54,7 @@ def forget_compiled(name: str) -> None:
     except ValueError:  # a module that was not imported, as of a program that is run
         return
     place = next(iter(spec.submodule_search_locations or ()), spec.origin) if spec else None
-    if first in OURS or place is None or (root := Path(place).absolute().parent).resolve() in _INSTALLED:
+    if first in OURS or place is None or _is_installed(root := Path(place).absolute().parent):
         return
     if (file := _file(root, name)) is None or (text := _read(file)) is None:
         return
@@ -64,6 +64,11 @@ def forget_compiled(name: str) -> None:
             compiled = Path(cache_from_source(str(source)))
             if int(compiled.stat().st_mtime) <= int(source.stat().st_mtime):
                 compiled.unlink()
+
+
+def _is_installed(root: Path) -> bool:
+    """True for a folder of installed modules: this Python's own, or a user's, or another's on which it builds."""
+    return root.resolve() in _INSTALLED or root.name in ("site-packages", "dist-packages")
 
 
 def _beside(root: Path, name: str, package: bool, text: str, only: str | None) -> Iterator[tuple[str, Path, str]]:

@@ -75,9 +75,15 @@ def test_a_module_that_it_imports_and_that_cannot_be_read_is_passed_over(folder:
     assert "def (:" in text_of(function)
 
 
-def test_of_an_installed_module_its_own_package_counts_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["", "site-packages"], ids=["this Python's", "a user's"])
+def test_of_an_installed_module_its_own_package_counts_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     assert Path(pytest.__file__).parents[1].resolve() in source._INSTALLED
-    monkeypatch.setattr(source, "_INSTALLED", {folder.resolve()})
+    if not place:
+        monkeypatch.setattr(source, "_INSTALLED", {folder.resolve()})
+    folder /= place
+    monkeypatch.syspath_prepend(folder)
     files = {
         "package_of_mine/__init__.py": "",
         "package_of_mine/reward.py": "import library\nfrom . import rules\n\ndef score(pairs): ...\n",
