@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from quartet.wire.errors import InvalidArgument
 
@@ -88,6 +89,18 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def opened(path: Path, mode: str, named: Path) -> Iterator[BinaryIO]:
+    """A file of bytes that is open in the context. Closing it writes again what a full disk did not take, and names
+    `named` in its error as `naming` does; errors of the context stay as they are."""
+    file: BinaryIO = path.open(mode)  # type: ignore[assignment]
+    try:
+        yield file
+    finally:
+        with naming(named):
+            file.close()
 
 
 def make(folder: Path, named: Path | None = None) -> None:

@@ -31,7 +31,7 @@ from orchestrator.evaluation.journal import Answer, Journal
 from orchestrator.evaluation.rows import Row, RowFile, dumped
 from orchestrator.monitoring.bar import Bar
 from quartet.config.base import ConfigError
-from quartet.folders import naming
+from quartet.folders import naming, opened
 from quartet.threads import in_thread
 from quartet.wire.errors import DeadlineExceeded, InvalidArgument
 from quartet.wire.json_object import strict_json
@@ -367,7 +367,7 @@ def _results(
     path, unanswered, cut_off = wanted.output / ROWS, 0, 0
     versions = set[int]()
     aside = path.with_name(f".{path.name}.writing")
-    with naming(path), aside.open("wb") as writing:
+    with opened(aside, "wb", path) as writing:
         for index in range(len(file)):
             row = file[index]
             for sample in range(wanted.samples):
@@ -383,7 +383,9 @@ def _results(
                         values[UNANSWERED], verdict = answer.problem, None
                         unanswered += 1
                 nothing = Verdict({each: None for scorer in hub.scorers.values() for each in scorer.measures})
-                writing.write(dumped((verdict or nothing).on(values, hub.scorers)))
+                line = dumped((verdict or nothing).on(values, hub.scorers))
+                with naming(path):
+                    writing.write(line)
     aside.replace(path)
     measured = [sample for sample, _ in read_measured(path, wanted.by)]
     scorers = {name: (scorer.written(), scorer.measures) for name, scorer in hub.scorers.items()}

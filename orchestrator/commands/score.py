@@ -6,7 +6,7 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from orchestrator.evaluation.rows import LONGEST, Row, dumped, hold, rows
 from orchestrator.monitoring.bar import Bar
 from orchestrator.monitoring.jsonl import parse_object
 from quartet.config.base import MIB, ConfigError
-from quartet.folders import naming
+from quartet.folders import naming, opened
 from quartet.threads import in_thread
 from quartet.wire.outcomes import Outcome
 
@@ -96,8 +96,7 @@ async def score_file(
             to: BinaryIO = sys.stdout.buffer
             if output is not None:
                 output.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(naming(output))
-                to = stack.enter_context(output.open("ab"))
+                to = stack.enter_context(opened(output, "ab", output))
                 hold(to, output)
                 if not goes_on:
                     to.truncate(0)
@@ -107,8 +106,9 @@ async def score_file(
             bar = stack.enter_context(Bar(sys.stderr, "scoring", total))
 
             def write(written: bytes) -> None:
-                to.write(written)
-                to.flush()
+                with nullcontext() if output is None else naming(output):
+                    to.write(written)
+                    to.flush()
 
             def advance(count: int, tally: Tally) -> None:
                 bar.advance(count, f"{tally.unscored} without a score" if tally.unscored else "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quartet import folders
-from quartet.folders import naming, replace_file, replace_folder, replace_model, write_private
+from quartet.folders import naming, opened, replace_file, replace_folder, replace_model, write_private
 from quartet.wire.errors import InvalidArgument
 
 
@@ -31,6 +31,17 @@ def test_a_disk_that_is_full_is_that_of_the_file_that_was_to_be_written(
     with pytest.raises(OSError, match="No space left") as raised:
         written(tmp_path / "file")
     assert raised.value.filename == str(tmp_path / "file")
+
+
+def test_a_disk_that_is_full_as_a_file_is_closed_is_that_of_the_file_and_no_other_error_is(tmp_path: Path) -> None:
+    named = tmp_path / "file"
+    with pytest.raises(OSError, match="No space left") as raised, opened(Path("/dev/full"), "wb", named) as file:
+        file.write(b"text")
+    assert raised.value.filename == str(named)
+    error = OSError(errno.EIO, "of the input")
+    with pytest.raises(OSError, match="of the input") as raised, opened(named, "wb", named):
+        raise error
+    assert raised.value is error
 
 
 def test_an_error_that_names_its_file_keeps_that_name(tmp_path: Path) -> None:
